@@ -1,0 +1,1 @@
+"""LLM inference for NVIDIA GPUs in JAX, after the architecture of vLLM V1."""

@@ -1,0 +1,1 @@
+"""Layers: the pieces that models are built from."""

@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors, GGUF, dummy weights; reading them into a model's parameters."""

@@ -1,0 +1,1 @@
+"""Attention and KV-cache kernels: arrays in, arrays out."""

@@ -1,0 +1,114 @@
+"""What crosses the scheduler's borders: a step to run, what the step gave, what the caller is told.
+
+All of it is columns (parallel lists), not one object a request: a steady decode step creates nothing per request
+that the garbage collector has to follow, and a message is a few flat lists.
+"""
+
+from dataclasses import dataclass, field
+
+from scheduler.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class NewRequestData:
+    """A request that the batch has not seen yet, in full.
+
+    Attributes:
+      prompt_token_ids: the prompt.
+      block_ids: all blocks of the request, prefix hits first.
+      num_computed_tokens: tokens whose KV is in those blocks already (a prefix hit).
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    block_ids: list[int]
+    num_computed_tokens: int
+
+
+@dataclass(slots=True)
+class CachedRequestData:
+    """Requests that the batch knows, as columns of differences; all lists are parallel to request_ids.
+
+    Attributes:
+      new_block_ids: blocks appended in this step, or None; for a resumed request the whole list, which replaces.
+      num_computed_tokens: before this step's tokens.
+      num_output_tokens: async placeholders included.
+      resumed_request_ids: those that come back from pre-emption.
+      all_token_ids: prompt and outputs of resumed requests.
+    """
+
+    request_ids: list[str] = field(default_factory=list)
+    new_block_ids: list[list[int] | None] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+    num_output_tokens: list[int] = field(default_factory=list)
+    resumed_request_ids: set[str] = field(default_factory=set)
+    all_token_ids: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step to run.
+
+    Attributes:
+      num_scheduled_tokens: request id -> tokens; order = running requests in list order, then admitted ones.
+      finished_request_ids: ended since the last step: their rows are free.
+      preempted_request_ids: pre-empted in this step: their rows are free.
+    """
+
+    scheduled_new_requests: list[NewRequestData] = field(default_factory=list)
+    scheduled_cached_requests: CachedRequestData = field(default_factory=CachedRequestData)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    total_num_scheduled_tokens: int = 0
+    num_common_prefix_blocks: int = 0
+    finished_request_ids: set[str] = field(default_factory=set)
+    preempted_request_ids: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """The token each request sampled in a step; a request whose prompt is not finished has no entry."""
+
+    sampled_token_ids: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class FinishedRequest:
+    """How a request ended: finish_reason is stop, length, abort, error or repetition.
+
+    stop_reason is the stop token's id or the stop string, None for EOS and for the other reasons.
+    """
+
+    finish_reason: str
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """The state after a step, for logs and metrics. kv_cache_usage is a fraction of the usable blocks."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_cache_queries: int = 0  # tokens looked up since the start
+    prefix_cache_hits: int = 0  # tokens found since the start
+    num_preemptions: int = 0  # since the start
+    num_scheduled_tokens: int = 0  # in this step
+
+
+@dataclass(slots=True)
+class EngineCoreOutputs:
+    """What one step gives the front end.
+
+    Attributes:
+      request_ids, new_token_ids: parallel; one entry for each request that got a token.
+      num_cached_tokens: for requests whose first token this is: prompt tokens found in the prefix cache.
+      finished: those that ended in this step, with a last token above or (abort, error) without.
+      stats: state of the scheduler after the step.
+    """
+
+    request_ids: list[str] = field(default_factory=list)
+    new_token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, FinishedRequest] = field(default_factory=dict)
+    stats: SchedulerStats | None = None
