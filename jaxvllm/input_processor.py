@@ -1,6 +1,6 @@
 """InputProcessor: what the caller gives becomes an EngineCoreRequest, or an error before anything is scheduled."""
 
-import dataclasses
+import copy
 import operator
 import random
 import secrets
@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxvllm.core_messages import EngineCoreInfo, EngineCoreRequest
 from jaxvllm.model_info import ModelInfo
-from jaxvllm.outputs import RequestMetrics
 from jaxvllm.output_processor import CallerRequest
+from jaxvllm.outputs import RequestMetrics
 from jaxvllm.tokenizer import Tokenizer
 from scheduler.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 
@@ -76,18 +76,16 @@ class InputProcessor:
         *,
         priority: int = 0,
         arrival_time: float | None = None,
-        add_special_tokens: bool = True,
     ) -> ProcessedRequest:
         """Make a request complete.
 
         Raises:
           ValueError: a value that can never be served; names it, the limit and the remedy.
-          TypeError: something of the wrong kind.
           NotImplementedError: a sampling parameter that is not applied yet.
         """
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params={params!r} must be a SamplingParams.")
-        parsed = self._parse(prompt, add_special_tokens)
+            raise ValueError(f"sampling_params={params!r} must be a SamplingParams.")
+        parsed = self._parse(prompt)
         self._check_prompt(parsed.token_ids)
         self._check_params(params, len(parsed.token_ids))
         arrival_time = time.time() if arrival_time is None else arrival_time
@@ -106,38 +104,40 @@ class InputProcessor:
         ]
         return ProcessedRequest(caller, children)
 
-    def _parse(self, prompt: Prompt, add_special_tokens: bool) -> _ParsedPrompt:
+    def _parse(self, prompt: Prompt) -> _ParsedPrompt:
         if isinstance(prompt, str):
-            return _ParsedPrompt(prompt, self._encode(prompt, add_special_tokens))
+            return _ParsedPrompt(prompt, self._encode(prompt))
         if isinstance(prompt, Mapping):
-            return self._parse_dict(prompt, add_special_tokens)
+            return self._parse_dict(prompt)
         return _ParsedPrompt(None, self._token_ids(prompt))
 
-    def _parse_dict(self, prompt: Mapping[str, Any], add_special_tokens: bool) -> _ParsedPrompt:
+    def _parse_dict(self, prompt: Mapping[str, Any]) -> _ParsedPrompt:
         unknown = sorted(str(key) for key in prompt if key not in PROMPT_KEYS)
         if unknown:
             raise ValueError(f"prompt has the unknown keys {unknown}: allowed are {list(PROMPT_KEYS)}.")
         text, ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
         if salt is not None and (not isinstance(salt, str) or not salt):
-            raise ValueError(f"cache_salt={salt!r} must be a string that is not empty; leave it out to share the cache.")
+            raise ValueError(
+                f"cache_salt={salt!r} must be a string that is not empty; leave it out to share the cache."
+            )
         if text is not None and not isinstance(text, str):
-            raise TypeError(f"prompt['prompt']={text!r} must be a string.")
+            raise ValueError(f"prompt['prompt']={text!r} must be a string.")
         if ids is not None:
             return _ParsedPrompt(text, self._token_ids(ids), salt)
         if text is None:
             raise ValueError("a prompt given as a dict needs 'prompt' (text) or 'prompt_token_ids'.")
-        return _ParsedPrompt(text, self._encode(text, add_special_tokens), salt)
+        return _ParsedPrompt(text, self._encode(text), salt)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
             raise ValueError(
                 "the engine has no tokenizer (skip_tokenizer_init=True): give prompt_token_ids instead of text."
             )
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode(text)
 
     def _token_ids(self, ids: Any) -> list[int]:
-        if isinstance(ids, bytes) or not isinstance(ids, Sequence) and not hasattr(ids, "tolist"):
-            raise TypeError(f"a prompt must be text, a list of token ids or a dict, got {type(ids).__name__}.")
+        if isinstance(ids, bytes) or (not isinstance(ids, Sequence) and not hasattr(ids, "tolist")):
+            raise ValueError(f"a prompt must be text, a list of token ids or a dict, got {type(ids).__name__}.")
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if set(map(type, ids)) <= {int}:
             return ids
@@ -171,7 +171,9 @@ class InputProcessor:
                 )
         self._check_ids(params.stop_token_ids or [], "stop_token_ids")
         if params.stop and self._tokenizer is None:
-            raise ValueError(f"stop={params.stop!r} needs a tokenizer: use stop_token_ids, or skip_tokenizer_init=False.")
+            raise ValueError(
+                f"stop={params.stop!r} needs a tokenizer: use stop_token_ids, or skip_tokenizer_init=False."
+            )
         room = self._info.max_model_len - num_prompt_tokens
         if params.min_tokens > room:
             raise ValueError(
@@ -193,7 +195,9 @@ class InputProcessor:
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = self._info.max_model_len - num_prompt_tokens
-        return dataclasses.replace(params, n=1, seed=seed, max_tokens=max_tokens, stop_token_ids=list(stop_ids))
+        complete = copy.copy(params)
+        complete.n, complete.seed, complete.max_tokens, complete.stop_token_ids = 1, seed, max_tokens, list(stop_ids)
+        return complete
 
     def _internal_id(self, request_id: str, index: int, n: int) -> str:
         base = f"{request_id}-{secrets.token_hex(4)}"
@@ -207,4 +211,4 @@ def _as_id(value: Any, name: str) -> int:
             return operator.index(value)
         except TypeError:
             pass
-    raise TypeError(f"{name}={value!r} must be an integer, got {type(value).__name__}.")
+    raise ValueError(f"{name}={value!r} must be an integer, got {type(value).__name__}.")

@@ -56,6 +56,7 @@ _MODEL = {
     "config_format": "auto",
     "code_revision": None,
     "trust_remote_code": False,
+    "hf_token": None,
     "model_impl": "auto",
     "served_model_name": None,
     "enable_prompt_embeds": False,
@@ -195,15 +196,7 @@ _OBSERVABILITY = {
 }
 
 NOT_BUILT: Mapping[str, Any] = MappingProxyType(
-    _PARALLEL
-    | _MODEL
-    | _CACHE
-    | _SCHEDULING
-    | _COMPILATION
-    | _SAMPLING_AND_TEXT
-    | _MULTIMODAL
-    | _LORA
-    | _OBSERVABILITY
+    _PARALLEL | _MODEL | _CACHE | _SCHEDULING | _COMPILATION | _SAMPLING_AND_TEXT | _MULTIMODAL | _LORA | _OBSERVABILITY
 )
 
 
