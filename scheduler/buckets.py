@@ -89,7 +89,7 @@ class BucketPolicy:
                 "add a larger size or lower max_num_seqs."
             )
         for T, R in dict(self.mixed_sizes).items():  # dict keeps the last, largest R of each T
-            if R != min(T, self.max_num_seqs):
+            if min(T, self.max_num_seqs) != R:
                 raise ValueError(f"mixed bucket T={T} needs an R of min(T, max_num_seqs)={min(T, self.max_num_seqs)}.")
 
     def select(self, kind: StepKind, num_tokens: int, num_reqs: int) -> BucketKey:
@@ -216,6 +216,4 @@ def explicit(
 def one_shape(max_num_seqs: int, max_num_batched_tokens: int) -> BucketPolicy:
     """A single program: every step, decode steps too, is padded to the limits."""
     rows = min(max_num_seqs, max_num_batched_tokens)
-    return BucketPolicy(
-        "one_shape", max_num_seqs, max_num_batched_tokens, (), ((max_num_batched_tokens, rows),)
-    )
+    return BucketPolicy("one_shape", max_num_seqs, max_num_batched_tokens, (), ((max_num_batched_tokens, rows),))

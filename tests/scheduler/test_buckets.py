@@ -29,12 +29,12 @@ def test_every_legal_step_gets_the_smallest_bucket_that_holds_it(seqs, tokens):
                 continue
             for num_reqs in {1, min(num_tokens, seqs), min(num_tokens, seqs, 33)}:
                 key = policy.select("mixed", num_tokens, num_reqs)
-                assert key in keys and key.T >= num_tokens and key.R >= num_reqs and key.R <= key.T
-                fitting = [k for k in keys if k.kind == "mixed" and k.T >= num_tokens and k.R >= num_reqs]
+                assert key in keys and num_tokens <= key.T and num_reqs <= key.R and key.R <= key.T
+                fitting = [k for k in keys if k.kind == "mixed" and num_tokens <= k.T and num_reqs <= k.R]
                 assert key == min(fitting)
             if num_tokens <= seqs:
                 key = policy.select("decode", num_tokens, num_tokens)
-                assert key in keys and key.T >= num_tokens and (key.kind == "mixed" or key.R == key.T)
+                assert key in keys and num_tokens <= key.T and (key.kind == "mixed" or key.R == key.T)
 
 
 @pytest.mark.parametrize("seqs", [256, 512, 1024])
