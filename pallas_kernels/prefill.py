@@ -103,7 +103,7 @@ def paged_prefill(
         mesh=plgpu.Mesh(
             grid=(config.num_ctas,), grid_names=("cta",), num_threads=COMPUTE_WARPGROUPS + 1, thread_name="warpgroup"
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )(q, kv_cache, block_tables, layer.reshape(1), work.tiles, work.num_tiles, out_ref)
     return jax.freeze(out_ref)
