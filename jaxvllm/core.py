@@ -65,7 +65,6 @@ class EngineCore:
         memory, max_model_len = config.memory, config.scheduler.max_model_len
         self.info = EngineCoreInfo(num_blocks, memory.block_size, max_model_len)
         _check_pool(self.info)
-        self._block_size = memory.block_size
         self._scheduler = make_scheduler(
             config.scheduler, CacheConfig(memory.block_size, num_blocks, memory.enable_prefix_caching)
         )
@@ -85,7 +84,6 @@ class EngineCore:
                     arrival_time=request.arrival_time,
                     priority=request.priority,
                     cache_salt=request.cache_salt,
-                    block_size=self._block_size,
                 )
             )
         except ValueError as error:
@@ -115,9 +113,7 @@ class EngineCore:
                 if len(self._in_flight) < self._depth:
                     return self._with_rejected(None)
             elif not self._in_flight:
-                return self._with_rejected(
-                    self._scheduler.update_from_output(scheduler_output, ModelRunnerOutput())
-                )
+                return self._with_rejected(self._scheduler.update_from_output(scheduler_output, ModelRunnerOutput()))
         if not self._in_flight:
             return self._with_rejected(None)
         scheduler_output, handle = self._in_flight.popleft()

@@ -144,7 +144,9 @@ class MPClient:
         self._pending: deque[EngineCoreOutputs] = deque()
         self._dead: str | None = None
         self._num_calls = 0
-        folder = tempfile.mkdtemp(prefix="jaxvllm-", dir="/tmp" if len(tempfile.gettempdir()) > MAX_SOCKET_DIR else None)
+        folder = tempfile.mkdtemp(
+            prefix="jaxvllm-", dir="/tmp" if len(tempfile.gettempdir()) > MAX_SOCKET_DIR else None
+        )
         context = zmq.Context()
         self._requests, self._outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         self._requests.setsockopt(zmq.SNDHWM, 0)

@@ -474,7 +474,9 @@ def _merge_item(
         weights = [jnp.exp2(lse - new_highest) for lse in lses]
         weight = functools.reduce(lambda a, b: a + b, weights, weight * rescale)
         acc = tuple(
-            functools.reduce(lambda a, b: a + b, [w * out[p] for w, out in zip(weights, outs, strict=True)], a * rescale)
+            functools.reduce(
+                lambda a, b: a + b, [w * out[p] for w, out in zip(weights, outs, strict=True)], a * rescale
+            )
             for p, a in enumerate(acc)
         )
         return new_highest, weight, acc

@@ -138,7 +138,9 @@ def _attend(statics: _Statics, *refs: Ref) -> None:
             plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: _copy_tiles(statics, refs, scratch)))
 
     q_copies = 1 if config.copy_whole_tiles else statics.tokens
-    p_scratch = None if config.p_in_registers else plgpu.SMEM((warpgroups, rows, config.tile), dtype, transforms=swizzled)
+    p_scratch = (
+        None if config.p_in_registers else plgpu.SMEM((warpgroups, rows, config.tile), dtype, transforms=swizzled)
+    )
     pl.run_scoped(
         scoped,
         plgpu.SMEM((warpgroups, rows, head_dim), dtype),  # q as it arrives: any token offset works unswizzled
@@ -297,9 +299,7 @@ def _take_turns(turn: Ref) -> None:
     plgpu.barrier_wait(turn)
 
 
-def _load_tokens(
-    statics: _Statics, query: _QueryTile, warpgroup: int, q_ref: Ref, q_in: Ref, q_full: Ref
-) -> None:
+def _load_tokens(statics: _Statics, query: _QueryTile, warpgroup: int, q_ref: Ref, q_in: Ref, q_full: Ref) -> None:
     """Read the warpgroup's tokens. Those past the query tile are other requests', or padding, and come to nothing."""
     token = query.token + warpgroup * statics.tokens
     heads = pl.ds(query.head * statics.group, statics.group)
@@ -414,7 +414,11 @@ def _attend_tiles(
     def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
-    carry = full((rows, head_dim), 0.0, wgmma), full((rows,), _MIN_SCORE, wgmma.reduce(1)), full((rows,), 0.0, wgmma.reduce(1))
+    carry = (
+        full((rows, head_dim), 0.0, wgmma),
+        full((rows,), _MIN_SCORE, wgmma.reduce(1)),
+        full((rows,), 0.0, wgmma.reduce(1)),
+    )
     num_unmasked = jnp.minimum(_div(first_position + 1, tile), _div(query.num_keys, tile))
     carry = lax.fori_loop(0, num_unmasked, functools.partial(step, is_masked=False), carry)
     acc, _, total = lax.fori_loop(

@@ -61,9 +61,7 @@ def vllm_seconds(model: str, kind: str) -> float:
 def time_workload(engine: Engine, model: str, kind: str, repeats: int, temperature: float) -> Row:
     """Run one workload `repeats` times after one untimed run; every request must return all its tokens."""
     prompts, lengths = workloads.workload(kind)
-    params = [
-        SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=n, detokenize=False) for n in lengths
-    ]
+    params = [SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=n, detokenize=False) for n in lengths]
     inputs = [{"prompt_token_ids": p} for p in prompts]
     times = []
     for _ in range(repeats + 1):

@@ -12,7 +12,9 @@ from tests.engine.tokenizers_fixture import EOS, TAG, k_bytes, k_sp
 COMPASS_PLANE = [259, 32, 261, 167, 173, 226, 156, 136, 239, 184, 143, 120]
 
 
-def pieces(tokenizer: Tokenizer, prompt: list[int], ids: list[int], skip: bool = True, spaces: bool = True) -> list[str]:
+def pieces(
+    tokenizer: Tokenizer, prompt: list[int], ids: list[int], skip: bool = True, spaces: bool = True
+) -> list[str]:
     decoder = TextDecoder(tokenizer, prompt, skip, spaces)
     deltas = [decoder.step(i) for i in ids]
     tail = decoder.flush()
