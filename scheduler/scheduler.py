@@ -64,7 +64,7 @@ class Scheduler:
     # ---- requests come and go
 
     def add_request(self, request: Request) -> None:
-        """Let a request wait for admission.
+        """Let a request wait for admission. An id is used once: a step in flight may still speak of an ended request.
 
         Raises:
           ValueError: it can never fit, or its id is in use; names value, limit and remedy.
@@ -162,7 +162,8 @@ class Scheduler:
         config = self.config
         while self.waiting and step.budget > 0 and len(self.running) < config.max_num_seqs:
             request = self.waiting.peek()
-            assert request.num_output_placeholders == 0, "schedule() was called with two steps in flight"
+            if request.num_output_placeholders:
+                return  # pre-empted with a token in flight: what it has to compute again is not known yet
             hit_block_ids = self.kv.get_computed_blocks(request)
             num_hit = len(hit_block_ids) * self.kv.block_size
             num_new = request.num_tokens - num_hit
