@@ -8,7 +8,7 @@ from functools import partial
 
 import jax
 
-from pallas_kernels import Backend, Kind
+from pallas_kernels import AttentionWork, Backend, Kind
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -25,3 +25,4 @@ class AttentionMetadata:
     num_tokens: jax.Array  # i32[] real tokens
     kind: Kind = field(metadata={"static": True})
     backend: Backend = field(metadata={"static": True})
+    work: AttentionWork | None = None  # from make_attention_work, once a step; None for the reference
