@@ -209,16 +209,14 @@ class CheckedScheduler:
 
     def step(self) -> list[EngineCoreOutputs]:
         """One turn of an engine's loop: schedule, and take in the oldest step; all of them if nothing was scheduled."""
+        outputs = [self.update()] if self._is_full() else []
         output = self.schedule()
-        outputs = [self.update()] if len(self.in_flight) == self.max_in_flight else []
-        while self.in_flight and not output.num_scheduled_tokens:
+        while self.in_flight and (self._is_full() or not output.num_scheduled_tokens):
             outputs.append(self.update())
         return outputs
 
     def drain(self, max_steps: int = 10_000) -> None:
         """Run until nothing is left to do; then every block must be free."""
-        if len(self.in_flight) == self.max_in_flight:
-            self.update()
         for _ in range(max_steps):
             if not (self.scheduler.has_requests() or self.in_flight):
                 break
@@ -226,6 +224,9 @@ class CheckedScheduler:
         assert not self.received and not self.device.rows, f"not ended: {sorted(self.received)}"
         pool = self.scheduler.kv.pool
         assert pool.num_free_blocks == pool.num_usable_blocks
+
+    def _is_full(self) -> bool:
+        return len(self.in_flight) >= self.max_in_flight
 
     def check(self) -> None:
         """Check the books, and that every block known by a hash holds what the hash claims."""
