@@ -167,6 +167,7 @@ class CheckedScheduler:
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.received: dict[str, list[int]] = {}  # unfinished requests -> tokens told to the caller
+        self.ended: dict[str, tuple[list[int], str]] = {}  # the others -> their tokens and finish reason
         self.num_schedules = 0
         self._requests: dict[str, Request] = {}  # those whose end the caller has not been told
         self._tokens: dict[str, _Prefix] = {}  # by request id: the tokens in its hashed blocks
@@ -252,6 +253,7 @@ class CheckedScheduler:
 
     def _check_end(self, request_id: str, finish_reason: str) -> None:
         tokens, request = self.received.pop(request_id), self._requests.pop(request_id)
+        self.ended[request_id] = tokens, finish_reason
         del self._tokens[request_id]
         expected = expected_outputs(request)
         if finish_reason == "abort":

@@ -47,18 +47,6 @@ def make_checked(usable_blocks: int, block_size: int = 16, caching: bool = True,
 
 
 def run(checked: CheckedScheduler, max_steps: int = 500) -> dict[str, tuple[list[int], str]]:
-    """Run to the end; request id -> (output tokens, finish reason). Each request must end exactly once."""
-    tokens: dict[str, list[int]] = {}
-    ended: dict[str, tuple[list[int], str]] = {}
-    for _ in range(max_steps):
-        if not (checked.scheduler.has_requests() or checked.in_flight):
-            break
-        for outputs in checked.step():
-            for request_id, token_id in zip(outputs.request_ids, outputs.new_token_ids, strict=True):
-                assert request_id not in ended, "an output after the final one"
-                tokens.setdefault(request_id, []).append(token_id)
-            for request_id, end in outputs.finished.items():
-                assert request_id not in ended, "ended twice"
-                ended[request_id] = (tokens.get(request_id, []), end.finish_reason)
-    checked.drain(0)
-    return ended
+    """Run to the end; request id -> (output tokens, finish reason) of every request there was."""
+    checked.drain(max_steps)
+    return checked.ended
