@@ -43,7 +43,6 @@ class ModelLoadConfig:
     revision: str | None = None
     tokenizer_revision: str | None = None
     download_dir: str | None = None
-    hf_token: str | bool | None = None
     load_format: LoadFormat = "auto"
     dtype: str = "auto"
     seed: int = 0
@@ -105,7 +104,7 @@ class EngineArgs:
     Raises:
       NotImplementedError: an argument of vLLM that is not built here.
       TypeError: an argument that neither knows.
-      ValueError: a value out of range.
+      ValueError: a value of the wrong type or out of range.
     """
 
     model: str | None = None
@@ -115,7 +114,6 @@ class EngineArgs:
     revision: str | None = None
     tokenizer_revision: str | None = None
     download_dir: str | None = None
-    hf_token: str | bool | None = None
     load_format: str = "auto"
     dtype: str = "auto"
     seed: int | None = 0
@@ -143,7 +141,7 @@ class EngineArgs:
 
     def __init__(self, model: str | None = None, **kwargs: Any) -> None:
         known = {f.name: f for f in fields(self)}
-        values = {"model": None if model is None else os.fspath(model)}
+        values: dict[str, Any] = {"model": model}
         for name, value in kwargs.items():
             if name in known:
                 values[name] = value
@@ -152,7 +150,8 @@ class EngineArgs:
             else:
                 raise TypeError(_unknown_argument(name, list(known)))
         for name in known:
-            object.__setattr__(self, name, values.get(name, getattr(type(self), name)))
+            value = values.get(name, getattr(type(self), name))
+            object.__setattr__(self, name, os.fspath(value) if isinstance(value, os.PathLike) else value)
         self._check()
 
     def _check(self) -> None:
@@ -207,7 +206,6 @@ class EngineArgs:
                 revision=self.revision,
                 tokenizer_revision=self.tokenizer_revision,
                 download_dir=self.download_dir,
-                hf_token=self.hf_token,
                 load_format=self.load_format,  # type: ignore[arg-type]  # checked against LoadFormat
                 dtype="float32" if device == "cpu" and self.dtype == "auto" else _DTYPES[self.dtype],
                 seed=self.seed or 0,
@@ -284,7 +282,7 @@ def _check_types(args: EngineArgs) -> None:
         if float in allowed:
             allowed += (int,)
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-            raise TypeError(f"{f.name}={value!r} must be of type {getattr(f.type, '__name__', f.type)}.")
+            raise ValueError(f"{f.name}={value!r} must be of type {getattr(f.type, '__name__', f.type)}.")
 
 
 def _words(allowed: tuple[Any, ...]) -> str:

@@ -1,7 +1,6 @@
 """How the front end reaches the engine core: in this process, or in a child process over ZeroMQ."""
 
 import builtins
-import logging
 import os
 import shutil
 import signal
@@ -12,7 +11,7 @@ import tempfile
 import weakref
 from collections import deque
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxvllm import core_messages as messages
 from jaxvllm.config import EngineConfig
@@ -27,7 +26,8 @@ from jaxvllm.core_messages import (
 from jaxvllm.errors import EngineDeadError
 from scheduler.outputs import EngineCoreOutputs
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from jaxvllm.core import EngineCore
 
 DEATH_CHECK_MS = 100
 SHUTDOWN_S = 3.0
@@ -37,7 +37,9 @@ MAX_SOCKET_DIR = 60  # an ipc path must stay below 108 characters
 class CoreClient(Protocol):
     """The core as the front end sees it. Every method raises EngineDeadError once the core has died."""
 
-    info: EngineCoreInfo
+    def wait_until_ready(self) -> EngineCoreInfo:
+        """Block until the core serves; call once, first. Raises what its start raised (ValueError for a bad model)."""
+        ...
 
     def add_requests(self, requests: list[EngineCoreRequest]) -> None:
         """Queue requests; does not wait."""
@@ -65,10 +67,7 @@ class CoreClient(Protocol):
 
 
 def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
-    """Start a core and wait until it is ready.
-
-    Raises: what the core's start raised (ValueError for a model it cannot serve ...).
-    """
+    """Start a core: its process loads the model while the caller goes on (see wait_until_ready)."""
     return MPClient(config) if multiprocess else InprocClient(config)
 
 
@@ -76,12 +75,17 @@ class InprocClient:
     """The core in this process, stepped by get_outputs(): for debugging, and where msgspec or pyzmq are missing."""
 
     def __init__(self, config: EngineConfig) -> None:
-        config.apply_core_environment()
+        self._config = config
+        self._core: EngineCore | None = None
+        self._failure: Exception | None = None
+
+    def wait_until_ready(self) -> EngineCoreInfo:
+        """See CoreClient."""
+        self._config.apply_core_environment()
         from jaxvllm.core import EngineCore, make_executor  # a front end with a core process never imports the core
 
-        self._core: EngineCore | None = EngineCore(config, make_executor(config))
-        self._failure: Exception | None = None
-        self.info = self._core.info
+        self._core = EngineCore(self._config, make_executor(self._config))
+        return self._core.info
 
     def add_requests(self, requests: list[EngineCoreRequest]) -> None:
         """See CoreClient."""
@@ -161,11 +165,19 @@ class MPClient:
         try:
             start = CoreStart(addresses[0], addresses[1], os.getpid(), config, sys.path)
             self._send_start(msgspec.json.encode(start) + b"\n")
-            self.info = self._wait_until_ready()
         except BaseException:
             self._stop()
             raise
-        shutil.rmtree(folder, ignore_errors=True)  # both ends are connected: the sockets need no name any more
+        self._folder = folder
+
+    def wait_until_ready(self) -> EngineCoreInfo:
+        """See CoreClient."""
+        try:
+            _, body = self._receive()
+        except EngineDeadError as error:
+            raise (error.__cause__ or error) from None
+        shutil.rmtree(self._folder, ignore_errors=True)  # both ends are connected: the sockets need no name any more
+        return self._decode(body, type=EngineCoreInfo)
 
     @property
     def pid(self) -> int:
@@ -251,13 +263,6 @@ class MPClient:
                     self._pending.append(self._outputs_decoder.decode(body))
         except EngineDeadError:
             return
-
-    def _wait_until_ready(self) -> EngineCoreInfo:
-        try:
-            _, body = self._receive()
-        except EngineDeadError as error:
-            raise (error.__cause__ or error) from None
-        return self._decode(body, type=EngineCoreInfo)
 
 
 def _start_process(config: EngineConfig) -> subprocess.Popen:

@@ -66,7 +66,7 @@ class DeviceExecutor:
         runner = ModelRunner(
             lambda traced: bind(model, traced),  # pyright: ignore[reportArgumentType]
             params,
-            RunnerConfig(limits, policy, spec, backend),
+            RunnerConfig(limits, policy, spec, model_config.num_heads, backend),
         )
         num_blocks = _num_blocks(config, runner, device)
         runner.initialize_kv_cache(num_blocks)

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxvllm.random_bits import random_bits
 from scheduler.records import RecordField
 
-_BITS_PER_PASS = 2  # a pass over the logits tests 3 thresholds: reading dominates, so it costs hardly more than one
+_BITS_PER_PASS = 2  # a pass over the logits tests 3 thresholds at once: 16 passes instead of 32
 # A probability is held as three integers of 13, 14 and 14 bits: sums over 2**18 tokens fit 32 bits, and a tail of
 # tokens far below float32's epsilon still counts.
 _LIMB_BITS = (13, 14, 14)
@@ -104,13 +105,10 @@ def mask_stop_ids(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
 
 def gumbel_noise(rows: SamplingRows, vocab_size: int) -> jax.Array:
-    """f32[R, V]; row r depends on (seed, output_index) of the row only."""
-
-    def row_noise(seed: jax.Array, output_index: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), output_index)
-        return jax.random.gumbel(key, (vocab_size,), jnp.float32)
-
-    return jax.vmap(row_noise)(rows.seed, rows.output_index)
+    """f32[R, V] of the standard Gumbel distribution; row r depends on (seed, output_index) of the row only."""
+    bits = random_bits(rows.seed, rows.output_index, vocab_size)
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23  # in the open interval (0, 1)
+    return -jnp.log(-jnp.log(uniform))
 
 
 def kept_tokens(logits: jax.Array, rows: SamplingRows) -> jax.Array:
@@ -129,7 +127,7 @@ def kept_tokens(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     has_top_k = (rows.top_k > 0) & (rows.top_k < logits.shape[1])
     top_k = jnp.where(has_top_k, rows.top_k, 0).astype(jnp.uint32)
     top_k_threshold = lax.cond(
-        jnp.any(has_top_k & rows.needs_sample), _top_k_threshold, lambda rank, _: jnp.zeros_like(threshold), rank, top_k
+        jnp.any(has_top_k & rows.needs_sample), _top_k_threshold, lambda *args: threshold, logits, top_k
     )
     threshold = jnp.maximum(threshold, jnp.where(has_top_k, top_k_threshold, 0))
 
@@ -147,45 +145,50 @@ def ordered_bits(x: jax.Array) -> jax.Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _largest_threshold(is_enough: Callable[[jax.Array], jax.Array], num_rows: int) -> jax.Array:
-    """The largest t, u32[R], for which is_enough(t) holds, if it holds for 0 and never again once it fails."""
+def _largest_threshold(is_enough: Callable[[jax.Array, jax.Array], jax.Array], values: jax.Array) -> jax.Array:
+    """The largest t, u32[R], for which is_enough(values, t) holds, if it holds for 0 and never again once it fails."""
 
     def find_digit(i: jax.Array, threshold: jax.Array) -> jax.Array:
+        # The barrier keeps what is derived from the values inside the loop: hoisted, a pass would read it from memory.
+        x, i = lax.optimization_barrier((values, i))
         shift = (32 - _BITS_PER_PASS * (i + 1)).astype(jnp.uint32)
         digit = jnp.zeros_like(threshold)
         for candidate in range(1, 1 << _BITS_PER_PASS):
-            digit += is_enough(threshold | jnp.uint32(candidate) << shift).astype(jnp.uint32)
+            digit += is_enough(x, threshold | jnp.uint32(candidate) << shift).astype(jnp.uint32)
         return threshold | digit << shift
 
-    return lax.fori_loop(0, 32 // _BITS_PER_PASS, find_digit, jnp.zeros(num_rows, jnp.uint32))
+    return lax.fori_loop(0, 32 // _BITS_PER_PASS, find_digit, jnp.zeros(values.shape[0], jnp.uint32))
 
 
-def _top_k_threshold(rank: jax.Array, top_k: jax.Array) -> jax.Array:
+def _top_k_threshold(logits: jax.Array, top_k: jax.Array) -> jax.Array:
     """Rank of the k-th largest token, u32[R]."""
 
-    def is_enough(threshold: jax.Array) -> jax.Array:
-        return jnp.sum(rank >= threshold[:, None], axis=-1, dtype=jnp.uint32) >= top_k
+    def is_enough(logits: jax.Array, threshold: jax.Array) -> jax.Array:
+        return jnp.sum(ordered_bits(logits) >= threshold[:, None], axis=-1, dtype=jnp.uint32) >= top_k
 
-    return _largest_threshold(is_enough, rank.shape[0])
+    return _largest_threshold(is_enough, logits)
 
 
 def _top_p_threshold(logits: jax.Array, threshold: jax.Array, top_p: jax.Array) -> jax.Array:
     """Rank of the least likely token of the smallest upper set with a share of top_p of the mass above `threshold`."""
     rank = ordered_bits(logits)
     weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-    limbs, rest = [], weights
+    weights = jnp.where(rank >= threshold[:, None], weights, 0.0)
+    target = top_p * _mass(weights, jnp.zeros_like(threshold))
+    # The search runs over the weights, which order like the logits: no exp in the loop, one array to read.
+    lowest = _largest_threshold(lambda weights, t: _mass(weights, t) >= target, weights)
+    is_kept = ordered_bits(weights) >= lowest[:, None]
+    return jnp.min(jnp.where(is_kept, rank, jnp.uint32(0xFFFFFFFF)), axis=-1)
+
+
+def _mass(weights: jax.Array, lowest: jax.Array) -> jax.Array:
+    """Sum of the weights (in [0, 1], f32[R, V]) of at least rank `lowest`, times a constant; f32[R]."""
+    rest = jnp.where(ordered_bits(weights) >= lowest[:, None], weights, 0.0)
+    total = jnp.zeros(lowest.shape, jnp.float32)
     for bits in _LIMB_BITS:
         rest = rest * 2.0**bits
-        limbs.append(jnp.floor(rest).astype(jnp.uint32))
-        rest = rest - jnp.floor(rest)
-
-    def mass(lowest: jax.Array) -> jax.Array:
-        is_counted = rank >= jnp.maximum(lowest, threshold)[:, None]
-        total = jnp.zeros(lowest.shape, jnp.float32)
-        for limb, bits in zip(limbs, _LIMB_BITS, strict=True):
-            # Rounding is monotone, so a smaller set never gets a larger mass.
-            total = total * 2.0**bits + jnp.sum(jnp.where(is_counted, limb, 0), axis=-1).astype(jnp.float32)
-        return total
-
-    target = top_p * mass(threshold)
-    return _largest_threshold(lambda t: mass(t) >= target, rank.shape[0])
+        limb = jnp.floor(rest)
+        rest = rest - limb
+        # Rounding is monotone, so a smaller set never gets a larger mass.
+        total = total * 2.0**bits + jnp.sum(limb.astype(jnp.uint32), axis=-1).astype(jnp.float32)
+    return total

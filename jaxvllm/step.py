@@ -33,7 +33,9 @@ class Model(Protocol):
 StepFunction = Callable[[Params, jax.Array, DeviceState, jax.Array], tuple[jax.Array, jax.Array, DeviceState]]
 
 
-def make_step(bind: Callable[[Params], Model], key: BucketKey, layout: PlanLayout, backend: Backend) -> StepFunction:
+def make_step(
+    bind: Callable[[Params], Model], key: BucketKey, layout: PlanLayout, backend: Backend, num_heads: int
+) -> StepFunction:
     """The step function of a bucket, ready to be jitted with kv_cache and device_state donated.
 
     Args:
@@ -41,6 +43,7 @@ def make_step(bind: Callable[[Params], Model], key: BucketKey, layout: PlanLayou
       key: the bucket.
       layout: of its buffer.
       backend: of the attention ops.
+      num_heads: query heads of the model.
 
     Returns:
       step(params, kv_cache, device_state, buffer) -> (sampled_token_ids i32[R], kv_cache, device_state). The ids are a
@@ -55,7 +58,9 @@ def make_step(bind: Callable[[Params], Model], key: BucketKey, layout: PlanLayou
             device_state = device_state.admit(plan["admits"])
         device_state = device_state.append_blocks(plan["block_appends"])
         model = bind(params)
+        num_kv_heads, block_size = kv_cache.shape[3:5]
         metadata = _attention_metadata(plan, device_state, key, backend)
+        metadata = metadata.with_work(num_heads, num_kv_heads, block_size)
         hidden, kv_cache = model(_input_ids(plan, device_state, key), plan["positions"], kv_cache, metadata)
         logits = model.compute_logits(hidden[plan["logits_indices"]])
         needs_sample = plan["needs_sample"] == 1

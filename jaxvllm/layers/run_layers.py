@@ -78,6 +78,11 @@ class LayerContext:
     sliding_window: int | jax.Array | None
 
 
+def default_unroll() -> bool:
+    """Whether run_layers unrolls where nobody chose: everywhere but on a CPU."""
+    return jax.default_backend() != "cpu"
+
+
 def run_layers(
     layers: nnx.Module,
     hidden: jax.Array,
