@@ -64,7 +64,7 @@ class Scheduler:
     # ---- requests come and go
 
     def add_request(self, request: Request) -> None:
-        """Let a request wait for admission.
+        """Let a request wait for admission. An id is used once: a step in flight may still speak of an ended request.
 
         Raises:
           ValueError: it can never fit, or its id is in use; names value, limit and remedy.
@@ -140,7 +140,9 @@ class Scheduler:
         """Index of the running request to pre-empt: the last one, or the least urgent one."""
         if self.config.policy == "fcfs":
             return len(self.running) - 1
-        return max(range(len(self.running)), key=lambda i: (self.running[i].priority, self.running[i].arrival_time))
+        # By id among equals, as in the queue: vLLM takes the first of them here, and two requests that arrived together
+        # can then pre-empt each other for ever.
+        return max(range(len(self.running)), key=lambda index: self.running[index].sort_key)
 
     def _preempt(self, victim: Request, step: _Step) -> None:
         """Take everything back from a request that has left the running list, also its part of this step."""
@@ -162,7 +164,8 @@ class Scheduler:
         config = self.config
         while self.waiting and step.budget > 0 and len(self.running) < config.max_num_seqs:
             request = self.waiting.peek()
-            assert request.num_output_placeholders == 0, "schedule() was called with two steps in flight"
+            if request.num_output_placeholders:
+                return  # pre-empted with a token in flight: what it has to compute again is not known yet
             hit_block_ids = self.kv.get_computed_blocks(request)
             num_hit = len(hit_block_ids) * self.kv.block_size
             num_new = request.num_tokens - num_hit
@@ -210,6 +213,7 @@ class Scheduler:
                     request.sampling_params,
                     request.block_ids.copy(),
                     request.num_computed_tokens,
+                    request.eos_token_id,
                 )
                 for request in new
             ],

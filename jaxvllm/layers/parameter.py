@@ -56,7 +56,47 @@ class ParamSpec:
         """The axes as mesh axes."""
         return jax.sharding.PartitionSpec(*(SHARDING_RULES.get(a) if a else None for a in self.axes))
 
+    def sharding(self, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+        """Where the weight lies on a mesh with a "tp" axis: split by partition_spec where that divides evenly.
+
+        A dimension that the mesh does not divide (a vocabulary of odd size) is kept whole on every device.
+        """
+        parts = [
+            part if part and size % mesh.shape[part] == 0 else None
+            for size, part in zip(self.shape, self.partition_spec(), strict=True)
+        ]
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*parts))
+
 
 def declare(spec: ParamSpec) -> nnx.Param:
     """An NNX parameter without a value yet: a ShapeDtypeStruct that carries its spec."""
     return nnx.Param(jax.ShapeDtypeStruct(spec.shape, spec.dtype), spec=spec)
+
+
+def stack_layers(layer: nnx.Module, num_layers: int) -> nnx.Module:
+    """Give every parameter of `layer`, which has no values yet, a leading layer axis; changes and returns `layer`."""
+    for _, node in nnx.iter_graph(layer):
+        if isinstance(node, nnx.Param):
+            spec = node.spec.stacked(num_layers)
+            node.set_value(jax.ShapeDtypeStruct(spec.shape, spec.dtype))
+            node.set_metadata(spec=spec)
+    return layer
+
+
+def param_specs(model: nnx.Module) -> dict[str, ParamSpec]:
+    """All weights of a model by path, e.g. "layers.self_attn.qkv_proj.weight"."""
+    return {".".join(map(str, path)): param.spec for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+
+def bind(model: nnx.Module, params: dict[str, jax.Array]) -> nnx.Module:
+    """A copy of `model` whose weights are `params`, arrays or tracers: call it where the step is traced.
+
+    Args:
+      model: as built, without values; not changed.
+      params: one array for every name in param_specs(model).
+
+    Raises: KeyError for a name that is missing.
+    """
+    graphdef, state = nnx.split(model, nnx.Param)
+    bound = [(path, param.replace(params[".".join(map(str, path))])) for path, param in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(bound))

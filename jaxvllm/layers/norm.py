@@ -1,0 +1,46 @@
+"""Normalisation layers. Statistics are float32 whatever the dtype of the activations."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxvllm.layers.parameter import CheckpointTensor, ParamSpec, declare
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight over the last axis; with `unit_offset`, * (1 + weight), as in Gemma."""
+
+    def __init__(self, size: int, name: str, *, eps: float, dtype: str, unit_offset: bool = False):
+        """`name`: of the checkpoint's tensor, with "{layer}" for the layer number."""
+        self.eps = eps
+        self.unit_offset = unit_offset
+        init = "zeros" if unit_offset else "ones"
+        self.weight = declare(ParamSpec((size,), jnp.dtype(dtype), (None,), (CheckpointTensor(name, (size,)),), init))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise [..., size]; the result has x's dtype."""
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        weight = self.weight.get_value()
+        if self.unit_offset:
+            return (wide * (1 + weight.astype(jnp.float32))).astype(x.dtype)
+        return wide.astype(x.dtype) * weight
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / std * weight + bias over the last axis."""
+
+    def __init__(self, size: int, prefix: str, *, eps: float, dtype: str):
+        """`prefix`: of the checkpoint's two tensors."""
+        self.eps = eps
+        weight, bias = (CheckpointTensor(f"{prefix}.{part}", (size,)) for part in ("weight", "bias"))
+        self.weight = declare(ParamSpec((size,), jnp.dtype(dtype), (None,), (weight,), "ones"))
+        self.bias = declare(ParamSpec((size,), jnp.dtype(dtype), (None,), (bias,), "zeros"))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise [..., size]; the result has x's dtype."""
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        wide = wide * self.weight.get_value().astype(jnp.float32) + self.bias.get_value().astype(jnp.float32)
+        return wide.astype(x.dtype)

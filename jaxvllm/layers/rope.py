@@ -1,0 +1,83 @@
+"""Rotary position embeddings, half-split (NeoX) layout. Angles and rotation are float32.
+
+Einsum letters: T tokens  H head_dim
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxvllm.rope_config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Angles per position, f32[rotated / 2], and the factor on cos and sin (1 except for yarn)."""
+    rotated = int(head_dim * rope.partial_rotary_factor)
+    frequencies = rope.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
+    factor = 1.0
+    if rope.type == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.type == "llama3":
+        frequencies = _llama3(rope, frequencies)
+    elif rope.type == "yarn":
+        frequencies, factor = _yarn(rope, frequencies, rotated)
+    if rope.frequency_divisors is not None:
+        frequencies = frequencies / np.asarray(rope.frequency_divisors)
+    return frequencies.astype(np.float32), factor
+
+
+def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
+    """Slow frequencies are divided by the factor, fast ones kept, those between blended (transformers' llama3)."""
+    context = rope.original_max_position_embeddings
+    turns = context * frequencies / (2 * math.pi)
+    kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    return frequencies * kept + frequencies / rope.factor * (1 - kept)
+
+
+def _yarn(rope: RopeConfig, frequencies: np.ndarray, rotated: int) -> tuple[np.ndarray, float]:
+    """Frequencies that turn often within the original context are kept, rare ones interpolated.
+
+    Source: YaRN, https://arxiv.org/abs/2309.00071, with the attention factor as transformers computes it.
+    """
+
+    def dimension_with(turns: float) -> float:
+        context = rope.original_max_position_embeddings
+        return rotated * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_with(rope.beta_fast), dimension_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    ramp = np.clip((np.arange(rotated // 2) - low) / (high - low or 0.001), 0, 1)
+    return frequencies * (1 - ramp) + frequencies / rope.factor * ramp, _yarn_attention_factor(rope)
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    def scale(factor: float, mscale: float = 1.0) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.factor, rope.mscale) / scale(rope.factor, rope.mscale_all_dim)
+    return scale(rope.factor)
+
+
+def rope_tables(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, f32[T, rotated / 2], of each token's position, i32[T]."""
+    frequencies, factor = inverse_frequencies(rope, head_dim)
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate [T, ..., H] by its token's angles; dimensions beyond the rotated ones pass through. Keeps x's dtype."""
+    half = cos.shape[-1]
+    middle = (1,) * (x.ndim - 2)
+    cos, sin = (table.reshape(len(table), *middle, half) for table in (cos, sin))
+    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)

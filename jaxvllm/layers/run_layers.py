@@ -1,0 +1,130 @@
+"""One loop over the decoder layers, unrolled or scanned, and what each layer gets to know."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxvllm.attention_metadata import AttentionMetadata
+from jaxvllm.layers.rope import rope_tables
+from jaxvllm.model_config import ModelConfig
+from jaxvllm.rope_config import RopeConfig
+
+# Stands for "no window" where the window is data: longer than any context.
+_NO_WINDOW = 2**30
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What attention layers of one model may differ in."""
+
+    sliding_window: int | None
+    rope: RopeConfig | None
+
+
+@dataclass(frozen=True)
+class LayerKinds:
+    """The distinct kinds of a model's layers, and which one each layer is."""
+
+    kinds: tuple[LayerKind, ...]
+    of_layer: tuple[int, ...]
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, *, has_rope: bool = True) -> "LayerKinds":
+        """Read config.layer_types, the window, and the ropes of the two types of layers."""
+        local = config.local_rope or config.rope
+        by_type = {
+            "full_attention": LayerKind(None, config.rope if has_rope else None),
+            "sliding_attention": LayerKind(config.sliding_window, local if has_rope else None),
+        }
+        kinds = tuple(dict.fromkeys(by_type[name] for name in config.layer_types))
+        return cls(kinds, tuple(kinds.index(by_type[name]) for name in config.layer_types))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["metadata", "ropes"], meta_fields=["windows"])
+@dataclass(frozen=True)
+class LayerInputs:
+    """What all layers of a step share."""
+
+    metadata: AttentionMetadata
+    ropes: tuple[tuple[jax.Array, jax.Array] | None, ...]  # a kind: cos, sin f32[T, rotated / 2]; None without rope
+    windows: tuple[int | None, ...]  # a kind; static
+
+    @classmethod
+    def make(cls, kinds: LayerKinds, head_dim: int, positions: jax.Array, metadata: AttentionMetadata) -> "LayerInputs":
+        """Compute the rope tables of the step, once for each distinct rope. `positions`: i32[T]."""
+        distinct = {kind.rope: kind.rope and rope_tables(kind.rope, head_dim, positions) for kind in kinds.kinds}
+        ropes = tuple(distinct[kind.rope] for kind in kinds.kinds)
+        return cls(metadata, ropes, tuple(kind.sliding_window for kind in kinds.kinds))
+
+    def at(self, layer: jax.Array, kind: int | jax.Array) -> "LayerContext":
+        """The view of one layer, i32[]; `kind` is static, or i32[] where one program serves layers of many kinds."""
+        if isinstance(kind, int):
+            return LayerContext(self.metadata, layer, self.ropes[kind], self.windows[kind])
+        rope = jax.tree.map(lambda *tables: jnp.stack(tables)[kind], *self.ropes)
+        window = jnp.array([_NO_WINDOW if w is None else w for w in self.windows], jnp.int32)[kind]
+        return LayerContext(self.metadata, layer, rope, None if set(self.windows) == {None} else window)
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What one layer's attention needs besides its activations; lives within one trace."""
+
+    metadata: AttentionMetadata
+    layer: jax.Array  # i32[]
+    rope: tuple[jax.Array, jax.Array] | None  # cos, sin f32[T, rotated / 2]
+    sliding_window: int | jax.Array | None
+
+
+def default_unroll() -> bool:
+    """Whether run_layers unrolls where nobody chose: everywhere but on a CPU."""
+    return jax.default_backend() != "cpu"
+
+
+def run_layers(
+    layers: nnx.Module,
+    hidden: jax.Array,
+    kv_cache: jax.Array,
+    inputs: LayerInputs,
+    kind_of_layer: tuple[int, ...],
+    *,
+    unroll: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Run all layers in order.
+
+    Unrolled is for GPUs: weights are static slices, which fuse, and the step becomes one CUDA graph; an inner jit
+    with the layer number as an argument lowers each kind of layer once. The scan is for CPUs: a second of compile
+    instead of ten, and no copy of the slices. The cache is a carry, never xs and ys: those copy a layer a step.
+
+    Args:
+      layers: one module whose weights are stacked by layer; called as layer(hidden, kv_cache, LayerContext).
+      hidden: [T, D].
+      kv_cache: see pallas_kernels.write_kv_cache; consumed.
+      kind_of_layer: index into the kinds of `inputs`, one a layer.
+
+    Returns: hidden and kv_cache after the last layer.
+    """
+    graphdef, state = nnx.split(layers)
+    weights = nnx.to_pure_dict(state)
+
+    def run_layer(weights, hidden, kv_cache, inputs, layer, kind):
+        return nnx.merge(graphdef, weights)(hidden, kv_cache, inputs.at(layer, kind))
+
+    if unroll:
+        run_one = jax.jit(run_layer, static_argnames="kind")
+        for i, kind in enumerate(kind_of_layer):
+            of_layer = jax.tree.map(lambda w, i=i: w[i], weights)
+            # A constant: an element of an array would be one more kernel a layer.
+            hidden, kv_cache = run_one(of_layer, hidden, kv_cache, inputs, jnp.array(i, jnp.int32), kind=kind)
+        return hidden, kv_cache
+
+    is_uniform = len(set(kind_of_layer)) == 1
+    kinds = jnp.array(kind_of_layer, jnp.int32)
+
+    def step(carry, per_layer):
+        of_layer, layer, kind = per_layer
+        return run_layer(of_layer, *carry, inputs, layer, kind_of_layer[0] if is_uniform else kind), None
+
+    return jax.lax.scan(step, (hidden, kv_cache), (weights, jnp.arange(len(kind_of_layer), dtype=jnp.int32), kinds))[0]

@@ -1,0 +1,58 @@
+"""Llama (1 to 3.x), SmolLM2 and everything else of that shape."""
+
+import jax
+from flax import nnx
+
+from jaxvllm.layers.attention import Attention
+from jaxvllm.layers.linear import OutputProjection, QKVProjection
+from jaxvllm.layers.mlp import GatedMLP
+from jaxvllm.layers.norm import RMSNorm
+from jaxvllm.layers.run_layers import LayerContext
+from jaxvllm.model_config import ModelConfig
+from jaxvllm.models.causal_lm import CausalLM
+
+LAYER_PREFIX = "model.layers.{layer}"
+
+
+class LlamaDecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, attention: Attention, mlp: GatedMLP):
+        """The two norms are declared here; attention and mlp bring the names of their own weights."""
+        options = {"eps": config.rms_norm_eps, "dtype": config.dtype}
+        self.input_layernorm = RMSNorm(config.hidden_size, f"{LAYER_PREFIX}.input_layernorm.weight", **options)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(
+            config.hidden_size, f"{LAYER_PREFIX}.post_attention_layernorm.weight", **options
+        )
+        self.mlp = mlp
+
+    def __call__(self, x: jax.Array, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
+        """[T, D] -> [T, D], and the cache; the cache given is consumed."""
+        attended, kv_cache = self.self_attn(self.input_layernorm(x), kv_cache, context)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), kv_cache
+
+
+def llama_layer(config: ModelConfig, *, qk_norm: bool = False) -> LlamaDecoderLayer:
+    """The layer of Llama and of families that differ in biases, windows or, with `qk_norm`, in normed heads."""
+    prefix = f"{LAYER_PREFIX}.self_attn"
+    norms = {}
+    if qk_norm:
+        options = {"eps": config.rms_norm_eps, "dtype": config.dtype}
+        norms = {name: RMSNorm(config.head_dim, f"{prefix}.{name}.weight", **options) for name in ("q_norm", "k_norm")}
+    attention = Attention(
+        config,
+        QKVProjection(config, prefix),
+        OutputProjection(config, f"{prefix}.o_proj", bias=config.attention_output_bias),
+        **norms,
+    )
+    return LlamaDecoderLayer(config, attention, GatedMLP(config, f"{LAYER_PREFIX}.mlp"))
+
+
+class LlamaForCausalLM(CausalLM):
+    """Rope, grouped-query attention, gated SiLU, RMSNorm before each half of a layer."""
+
+    def __init__(self, config: ModelConfig, *, unroll_layers: bool | None = None):
+        """Declare the weights of `config`; see CausalLM."""
+        super().__init__(config, llama_layer(config), unroll_layers=unroll_layers)

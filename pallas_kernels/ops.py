@@ -1,0 +1,110 @@
+"""The public attention ops. One place decides which backend runs; `reference` defines what each means."""
+
+import jax
+
+from pallas_kernels import mosaic, reference
+from pallas_kernels.validation import Backend, Kind, check_attention, check_backend, check_write
+from pallas_kernels.work_lists import AttentionWork
+
+
+def write_kv_cache(
+    k: jax.Array,
+    v: jax.Array,
+    kv_cache: jax.Array,
+    slot_mapping: jax.Array,
+    layer: jax.Array,
+    *,
+    backend: Backend = "reference",
+) -> jax.Array:
+    """Scatter the step's new keys and values into their cache slots.
+
+    Args:
+      k, v: [T, K, H] new keys (rotated) and values, of the cache's dtype; rows past the real token count are pads.
+      kv_cache: [L, num_blocks, 2, K, block_size, H]; consumed: use the returned array.
+      slot_mapping: i32[T] flat slot (block_id * block_size + offset) a token; pads hold 0, in the null block.
+        Never -1: JAX wraps it to the last slot.
+      layer: i32[] which layer's part of the cache to write.
+      backend: static; chosen once by the runner.
+
+    Returns:
+      kv_cache, same shape and dtype, updated in place where the caller donated or carries it.
+
+    Raises:
+      ValueError: shapes or dtypes disagree, or the backend is unknown.
+      NotImplementedError: the backend has no kernel for these arguments.
+    """
+    check_backend(backend)
+    check_write(k, v, kv_cache, slot_mapping, layer)
+    if backend == "reference":
+        return reference.write_kv_cache(k, v, kv_cache, slot_mapping, layer)
+    return mosaic.write_kv_cache(k, v, kv_cache, slot_mapping, layer, backend=backend)
+
+
+def paged_attention(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    layer: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    num_decodes: jax.Array,
+    num_reqs: jax.Array,
+    work: AttentionWork | None = None,
+    *,
+    scale: float,
+    sliding_window: int | jax.Array | None = None,
+    soft_cap: float | None = None,
+    kind: Kind,
+    backend: Backend = "reference",
+) -> jax.Array:
+    """Causal attention of the step's tokens over the paged cache, which already holds their own keys and values.
+
+    Tokens lie request after request without a gap: rows [0, num_decodes) have one token each, rows
+    [num_decodes, num_reqs) have any number; the rest of T and R is padding.
+
+    Args:
+      q: [T, N, H] rotated queries, of the cache's dtype; query head n reads kv head n // (N / K).
+      kv_cache: [L, num_blocks, 2, K, block_size, H].
+      layer: i32[] which layer's part of the cache to read.
+      block_tables: i32[R, max_blocks] block ids of each row in order; unused entries hold 0, the null block.
+      seq_lens: i32[R] keys of each row, its new tokens included; 0 in pad rows.
+      query_start_loc: i32[R + 1] first token of each row; pads repeat the number of real tokens.
+      num_decodes: i32[] leading rows with exactly one token.
+      num_reqs: i32[] real rows.
+      work: from make_attention_work with the same backend and sizes; None, for the reference only.
+      scale: factor of the scores, usually H ** -0.5.
+      sliding_window: a query at position p sees keys p - sliding_window + 1 .. p; None sees all. An i32[] array
+        is for layers that differ inside one scan and is for the reference only.
+      soft_cap: scores become soft_cap * tanh(scores / soft_cap).
+      kind: static; "decode" promises T == R and one token in every real row.
+      backend: static; chosen once by the runner.
+
+    Returns:
+      [T, N, H] of q's dtype; zeros for pad tokens. Softmax is accumulated in float32. What lies in slots that no
+      query may see (null block, tail of a last block, keys before the window) never matters, NaN included.
+
+    Raises:
+      ValueError: shapes or dtypes disagree, or kind or backend is unknown.
+      NotImplementedError: the backend has no kernel for these arguments.
+    """
+    check_backend(backend)
+    rows = (block_tables, seq_lens, query_start_loc, num_decodes, num_reqs)
+    check_attention(q, kv_cache, layer, *rows, kind=kind)
+    if backend == "reference":
+        options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
+        return reference.paged_attention(q, kv_cache, layer, *rows, kind=kind, **options)
+    if work is None:
+        raise ValueError(f"work=None, expected what make_attention_work returns for {backend=}")
+    return mosaic.paged_attention(
+        q,
+        kv_cache,
+        layer,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        work,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        backend=backend,
+    )

@@ -1,0 +1,84 @@
+"""Shape checks of the public ops: static, at trace time, with the remedy in the message."""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+Backend = Literal["reference", "mosaic_gpu", "mosaic_gpu_interpret"]
+Kind = Literal["decode", "mixed"]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _require_int32(**arrays: jax.Array) -> None:
+    for name, array in arrays.items():
+        _require(array.dtype == jnp.int32, f"{name} has dtype {array.dtype}, expected int32")
+
+
+def check_backend(backend: str) -> None:
+    """Raise ValueError unless `backend` is one of Backend."""
+    _require(backend in get_args(Backend), f"{backend=} must be one of {get_args(Backend)}")
+
+
+def check_kv_cache(kv_cache: jax.Array) -> None:
+    """Raise ValueError unless the cache is [L, num_blocks, 2, K, block_size, H]."""
+    _require(
+        kv_cache.ndim == 6 and kv_cache.shape[2] == 2,
+        f"kv_cache has shape {kv_cache.shape}, expected [L, num_blocks, 2, K, block_size, H]",
+    )
+
+
+def check_write(k: jax.Array, v: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array, layer: jax.Array) -> None:
+    """Raise ValueError if the arguments of write_kv_cache disagree."""
+    check_kv_cache(kv_cache)
+    expected = (k.shape[0], kv_cache.shape[3], kv_cache.shape[5])
+    _require(k.shape == expected, f"k has shape {k.shape}, expected [T, K, H] = {expected} for {kv_cache.shape=}")
+    _require(v.shape == expected, f"v has shape {v.shape}, expected that of k, {expected}")
+    _require(k.dtype == v.dtype == kv_cache.dtype, f"dtypes differ: k {k.dtype}, v {v.dtype}, cache {kv_cache.dtype}")
+    _require(slot_mapping.shape == k.shape[:1], f"{slot_mapping.shape=} expected ({k.shape[0]},), one slot a token")
+    _require(layer.shape == (), f"{layer.shape=}, expected a scalar")
+    _require_int32(slot_mapping=slot_mapping, layer=layer)
+
+
+def check_attention(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    layer: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    num_decodes: jax.Array,
+    num_reqs: jax.Array,
+    *,
+    kind: str,
+) -> None:
+    """Raise ValueError if the arguments of paged_attention disagree."""
+    check_kv_cache(kv_cache)
+    _require(kind in get_args(Kind), f"{kind=} must be one of {get_args(Kind)}")
+    _require(q.ndim == 3, f"q has shape {q.shape}, expected [T, N, H]")
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = kv_cache.shape[3]
+    num_rows = seq_lens.shape[0]
+    _require(head_dim == kv_cache.shape[5], f"q has head_dim {head_dim}, the cache {kv_cache.shape[5]}")
+    _require(q.dtype == kv_cache.dtype, f"dtypes differ: q {q.dtype}, cache {kv_cache.dtype}")
+    _require(num_heads % num_kv_heads == 0, f"{num_heads=} must be a multiple of {num_kv_heads=}")
+    _require(
+        block_tables.ndim == 2 and block_tables.shape[0] == num_rows,
+        f"{block_tables.shape=}, expected [R, max_blocks] with R = {num_rows}",
+    )
+    _require(query_start_loc.shape == (num_rows + 1,), f"{query_start_loc.shape=}, expected ({num_rows + 1},)")
+    _require(num_rows <= num_tokens, f"{num_rows} rows for {num_tokens} tokens: a row has at least one token")
+    _require(kind != "decode" or num_rows == num_tokens, f"decode: {num_rows} rows but {num_tokens} tokens")
+    _require(layer.shape == num_decodes.shape == num_reqs.shape == (), "layer, num_decodes, num_reqs must be scalars")
+    _require_int32(
+        layer=layer,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        num_decodes=num_decodes,
+        num_reqs=num_reqs,
+    )
