@@ -54,6 +54,7 @@ class CompileCache:
         self._strict = strict
         self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
         self._lock = Lock()
+        self._is_warm = False
         self.compile_seconds: dict[ProgramKey, float] = {}
         self.num_late_compiles = 0
 
@@ -63,6 +64,7 @@ class CompileCache:
         Lowering runs one after the other in the given order: threads would not speed it up, and the persistent cache's
         keys depend on the order. Compiling runs in threads beside it.
         """
+        self._is_warm = True
         missing = [key for key in dict.fromkeys(keys) if key not in self._programs]
         with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
             futures = []
@@ -87,7 +89,9 @@ class CompileCache:
         start = time.perf_counter()
         self._compile(key, self._lower(key), start)
         self.num_late_compiles += 1
-        logger.warning("Compiled %s while serving, in %.1f s", key, self.compile_seconds[key])
+        # Where nothing is compiled ahead (the CPU default) the first use of each shape is meant to compile.
+        level = logging.WARNING if self._is_warm else logging.INFO
+        logger.log(level, "Compiled %s while serving, in %.1f s", key, self.compile_seconds[key])
         return self._programs[key]
 
     def programs(self) -> dict[ProgramKey, jax.stages.Compiled]:

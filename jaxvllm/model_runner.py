@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jaxvllm.kv_cache import KVCacheSpec
 from jaxvllm.step import Model, Params, admit_step, make_step
 from pallas_kernels import Backend
 from scheduler.batch import BatchLimits
-from scheduler.buckets import BucketPolicy
+from scheduler.buckets import BucketKey, BucketPolicy
 from scheduler.outputs import ModelRunnerOutput
 from scheduler.plan import ADMITS_PER_STEP, PlanLayout, StepPlan, admit_width
 
@@ -74,6 +73,10 @@ class ModelRunner:
 
     The KV pool and the device rows are donated to every step and replaced by its outputs; after an error on the
     device the runner cannot be used again.
+
+    Attributes:
+      kv_cache, device_state: the newest ones, possibly still being computed; for inspection.
+      programs: the compiled steps.
     """
 
     def __init__(self, bind: Callable[[Params], Model], params: Params, config: RunnerConfig) -> None:
@@ -88,16 +91,15 @@ class ModelRunner:
         self._bind = bind
         self._params = params
         self._num_blocks = 0
-        self._kv_cache: jax.Array | None = None
-        self._device_state: DeviceState | None = None
-        platform = next(iter(params.values())).sharding.device_set.copy().pop().platform
-        self.programs = CompileCache(self._lower, compiler_options(platform), config.strict_compile)
+        self.kv_cache: jax.Array | None = None
+        self.device_state: DeviceState | None = None
+        self._compiler_options = compiler_options(next(iter(params.values())).devices().pop().platform)
+        self.programs = CompileCache(self._lower, self._compiler_options, config.strict_compile)
 
     def workspace_bytes(self) -> int:
         """Device bytes that the largest program needs beside weights and pool; compiles it for a pool of two blocks."""
         lowered = self._lower_step(self.config.policy.keys()[0], num_blocks=2)
-        platform = next(iter(self._params.values())).sharding.device_set.copy().pop().platform
-        analysis = lowered.compile(compiler_options=compiler_options(platform) or None).memory_analysis()
+        analysis = lowered.compile(compiler_options=self._compiler_options or None).memory_analysis()
         if analysis is None:
             return 0
         return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
@@ -105,8 +107,8 @@ class ModelRunner:
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool and empty rows."""
         self._num_blocks = num_blocks
-        self._kv_cache = self.config.kv_cache.allocate(num_blocks)
-        self._device_state = DeviceState.zeros(self.config.limits)
+        self.kv_cache = self.config.kv_cache.allocate(num_blocks)
+        self.device_state = DeviceState.zeros(self.config.limits)
 
     def program_keys(self) -> list[ProgramKey]:
         """All programs that serving can need, in the fixed order of lowering."""
@@ -121,12 +123,12 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepHandle:
         """Dispatch a step and return at once; plans must come in the order in which they were built."""
-        assert self._device_state is not None, "initialize_kv_cache comes first"
+        assert self.device_state is not None, "initialize_kv_cache comes first"
         for admits in plan.overflow:
-            self._device_state = self.programs.get("admit")(self._device_state, admits)
+            self.device_state = self.programs.get("admit")(self.device_state, admits)
         program = self.programs.get(plan.key)
-        token_ids, self._kv_cache, self._device_state = program(
-            self._params, self._kv_cache, self._device_state, plan.buffer
+        token_ids, self.kv_cache, self.device_state = program(
+            self._params, self.kv_cache, self.device_state, plan.buffer
         )
         return StepHandle(token_ids, plan)
 
@@ -137,7 +139,7 @@ class ModelRunner:
             return jax.jit(admit_step, donate_argnums=0).lower(DeviceState.shapes(limits), admits)
         return self._lower_step(key, self._num_blocks)
 
-    def _lower_step(self, key: Any, num_blocks: int) -> jax.stages.Lowered:
+    def _lower_step(self, key: BucketKey, num_blocks: int) -> jax.stages.Lowered:
         config = self.config
         layout = PlanLayout.make(key, config.limits)
         params = {name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding) for name, p in self._params.items()}

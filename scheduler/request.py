@@ -98,10 +98,10 @@ class Request:
             raise ValueError(f"cache_salt='' of request {request_id!r} must not be empty; None means no salt.")
         self.request_id = request_id
         self.sampling_params = sampling_params
-        self.eos_token_id = None if sampling_params.ignore_eos else eos_token_id
-        self.stop_tokens = frozenset(sampling_params.stop_token_ids or ()) | (
-            frozenset() if self.eos_token_id is None else {self.eos_token_id}
-        )
+        self.eos_token_id = eos_token_id
+        self.stop_tokens = frozenset(sampling_params.stop_token_ids or ())
+        if eos_token_id is not None and not sampling_params.ignore_eos:
+            self.stop_tokens |= {eos_token_id}
         self.arrival_time = arrival_time
         self.priority = priority
         self.cache_salt = cache_salt

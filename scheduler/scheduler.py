@@ -140,7 +140,9 @@ class Scheduler:
         """Index of the running request to pre-empt: the last one, or the least urgent one."""
         if self.config.policy == "fcfs":
             return len(self.running) - 1
-        return max(range(len(self.running)), key=lambda i: (self.running[i].priority, self.running[i].arrival_time))
+        # By id among equals, as in the queue: vLLM takes the first of them here, and two requests that arrived together
+        # can then pre-empt each other for ever.
+        return max(range(len(self.running)), key=lambda index: self.running[index].sort_key)
 
     def _preempt(self, victim: Request, step: _Step) -> None:
         """Take everything back from a request that has left the running list, also its part of this step."""
@@ -211,6 +213,7 @@ class Scheduler:
                     request.sampling_params,
                     request.block_ids.copy(),
                     request.num_computed_tokens,
+                    request.eos_token_id,
                 )
                 for request in new
             ],

@@ -167,6 +167,7 @@ class CheckedScheduler:
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.received: dict[str, list[int]] = {}  # unfinished requests -> tokens told to the caller
+        self.ended: dict[str, tuple[list[int], str]] = {}  # the others -> their tokens and finish reason
         self.num_schedules = 0
         self._requests: dict[str, Request] = {}  # those whose end the caller has not been told
         self._tokens: dict[str, _Prefix] = {}  # by request id: the tokens in its hashed blocks
@@ -209,16 +210,14 @@ class CheckedScheduler:
 
     def step(self) -> list[EngineCoreOutputs]:
         """One turn of an engine's loop: schedule, and take in the oldest step; all of them if nothing was scheduled."""
+        outputs = [self.update()] if self._is_full() else []
         output = self.schedule()
-        outputs = [self.update()] if len(self.in_flight) == self.max_in_flight else []
-        while self.in_flight and not output.num_scheduled_tokens:
+        while self.in_flight and (self._is_full() or not output.num_scheduled_tokens):
             outputs.append(self.update())
         return outputs
 
     def drain(self, max_steps: int = 10_000) -> None:
         """Run until nothing is left to do; then every block must be free."""
-        if len(self.in_flight) == self.max_in_flight:
-            self.update()
         for _ in range(max_steps):
             if not (self.scheduler.has_requests() or self.in_flight):
                 break
@@ -226,6 +225,9 @@ class CheckedScheduler:
         assert not self.received and not self.device.rows, f"not ended: {sorted(self.received)}"
         pool = self.scheduler.kv.pool
         assert pool.num_free_blocks == pool.num_usable_blocks
+
+    def _is_full(self) -> bool:
+        return len(self.in_flight) >= self.max_in_flight
 
     def check(self) -> None:
         """Check the books, and that every block known by a hash holds what the hash claims."""
@@ -251,6 +253,7 @@ class CheckedScheduler:
 
     def _check_end(self, request_id: str, finish_reason: str) -> None:
         tokens, request = self.received.pop(request_id), self._requests.pop(request_id)
+        self.ended[request_id] = tokens, finish_reason
         del self._tokens[request_id]
         expected = expected_outputs(request)
         if finish_reason == "abort":

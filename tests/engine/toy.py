@@ -1,5 +1,8 @@
 """A model small enough to check by hand, and a loop that drives planner and runner without a scheduler."""
 
+from collections.abc import Callable
+from itertools import islice
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +14,10 @@ from pallas_kernels import paged_attention, write_kv_cache
 from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketPolicy
 from scheduler.outputs import CachedRequestData, NewRequestData, SchedulerOutput
-from scheduler.plan import Planner
+from scheduler.plan import Planner, StepPlan
 from scheduler.sampling_params import SamplingParams
 
-VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 53, 2, 6, 3, 8
+VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 53, 1, 6, 3, 8
 HIDDEN = HEADS * HEAD_DIM
 
 
@@ -62,20 +65,22 @@ def make_runner(limits: BatchLimits, policy: BucketPolicy, num_blocks: int, **op
 
 
 class Loop:
-    """Runs requests to a fixed number of tokens: one block list each, given up front; chunks of `chunk` tokens."""
+    """Runs requests to a fixed number of tokens, the blocks of each decided up front; chunks of `chunk` tokens."""
 
-    def __init__(self, limits: BatchLimits, policy: BucketPolicy, runner: ModelRunner, chunk: int = 1000) -> None:
+    def __init__(
+        self, limits: BatchLimits, policy: BucketPolicy, runner: ModelRunner, chunk: int = 1000, blocks=None
+    ) -> None:
         self.limits, self.runner, self.chunk = limits, runner, chunk
         self.planner = Planner(limits, policy)
-        self.next_block = 1
+        self.blocks = iter(range(1, 10**6)) if blocks is None else iter(blocks)
         self.state: dict[str, dict] = {}
         self.finished: set[str] = set()
         self.in_flight: list = []
+        self.observe: Callable[[StepPlan], None] = lambda plan: None  # called after each dispatch
 
     def add(self, request_id: str, prompt: list[int], num_outputs: int, **params) -> None:
         num_blocks = -(-(len(prompt) + num_outputs) // self.limits.block_size)
-        blocks = list(range(self.next_block, self.next_block + num_blocks))
-        self.next_block += num_blocks
+        blocks = list(islice(self.blocks, num_blocks))
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": None} | params)
         self.state[request_id] = {
             "prompt": prompt, "blocks": blocks, "given": 0, "computed": 0, "left": num_outputs, "out": [],
@@ -114,6 +119,7 @@ class Loop:
             plan = self.planner.build(self.schedule())
             if plan is not None:
                 self.in_flight.append(self.runner.execute(plan))
+                self.observe(plan)
             if self.in_flight and (plan is None or len(self.in_flight) == depth):
                 for request_id, token in self.in_flight.pop(0).wait().sampled_token_ids.items():
                     self.state[request_id]["out"].append(token)
