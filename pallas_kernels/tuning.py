@@ -1,0 +1,88 @@
+"""How the Mosaic GPU kernels cut their work: the numbers a measurement may change without changing a result.
+
+One H200 has 132 multiprocessors (SMs) with 227 KiB of shared memory each.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+NUM_SMS = 132
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How decode attention is cut. See decode.paged_decode.
+
+    The key tiles of all (request, kv head) items form one line; each thread block (CTA) takes a stretch of it.
+
+    Attributes:
+      tile: keys a step; a multiple of the block size and of 64.
+      stages: steps in flight between the copying warp and the computing warps.
+      num_ctas: CTAs of the grid, all stretches together.
+      num_small_ctas: how many of them, the last, take shorter stretches: they even out SMs of unequal speed.
+      small_ratio: how much shorter.
+      min_tiles: a stretch is not cut below this many tiles.
+      merge: who combines the partial results of an item that several CTAs share. "atomic": the last to arrive.
+        "kernel": a second kernel, for the interpreter, which has no atomics.
+    """
+
+    tile: int = 64
+    stages: int = 3
+    num_ctas: int = 2 * NUM_SMS
+    num_small_ctas: int = 0
+    small_ratio: int = 4
+    min_tiles: int = 1
+    merge: Literal["atomic", "kernel"] = "atomic"
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """How prefill attention is cut. See prefill.paged_prefill.
+
+    Attributes:
+      tile: keys a step; a multiple of the block size and of 64.
+      stages: steps in flight between the copying warp and the computing warps.
+      num_ctas: persistent CTAs; shared memory allows one an SM.
+      pingpong: the two computing warpgroups take turns on the tensor cores, as in FlashAttention-3.
+      p_in_registers: the probabilities go from registers into the second product. False takes them through shared
+        memory, for the interpreter, and 10% slower on the card.
+      copy_whole_tiles: q arrives and o leaves by one copy a warpgroup. False takes a copy a token, for the
+        interpreter, which knows no reshaped references.
+    """
+
+    tile: int = 128
+    stages: int = 2
+    num_ctas: int = NUM_SMS
+    pingpong: bool = False
+    p_in_registers: bool = True
+    copy_whole_tiles: bool = True
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """What a step's attention runs with; static, and the same for its work lists and its kernels."""
+
+    decode: DecodeConfig = DecodeConfig()
+    prefill: PrefillConfig = PrefillConfig()
+
+
+H200 = AttentionConfig()
+# Few and small, so that the CPU interpreter gets through, with every path of the large ones.
+INTERPRET = AttentionConfig(
+    decode=DecodeConfig(stages=2, num_ctas=5, num_small_ctas=3, small_ratio=2, merge="kernel"),
+    prefill=PrefillConfig(tile=64, num_ctas=2, p_in_registers=False, copy_whole_tiles=False),
+)
+
+
+def attention_config(*, interpret: bool, block_size: int) -> AttentionConfig:
+    """The configuration for a backend.
+
+    Args:
+      interpret: for the CPU interpreter.
+      block_size: slots of a KV cache block; a tile holds at least one block.
+    """
+    config = INTERPRET if interpret else H200
+    return AttentionConfig(
+        decode=replace(config.decode, tile=max(config.decode.tile, block_size)),
+        prefill=replace(config.prefill, tile=max(config.prefill.tile, block_size)),
+    )

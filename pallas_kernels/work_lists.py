@@ -1,0 +1,151 @@
+"""What each thread block of the Mosaic attention kernels works on, cut on the device from the lengths of the step.
+
+Once a step, not once a layer: a few small XLA reductions. Lengths and counts are data, so that a bucket has one program.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.tuning import AttentionConfig, DecodeConfig
+
+# Query rows (token, head of the group) of one computing warpgroup, and such warpgroups a CTA.
+ROWS_PER_WARPGROUP = 64
+COMPUTE_WARPGROUPS = 2
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class DecodeWork:
+    """Stretches of the line of key tiles of all decode items; item = row * num_kv_heads + kv head."""
+
+    starts: jax.Array  # i32[3, num_ctas + 1] of each CTA: first tile on the line, its item, its index in the item
+    stretch: jax.Array  # i32[3] tiles of a large stretch, of a small one, number of large ones
+    arrivals: jax.Array  # i32[num_ctas] zeros; the kernel counts in them and leaves zeros
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class PrefillWork:
+    """Query tiles, the longest context first."""
+
+    tiles: jax.Array  # i32[4, max_tiles]: row, first token in the step, its position in the request, tokens
+    num_tiles: jax.Array  # i32[1] real tiles
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class AttentionWork:
+    """The work lists of one step, the same for all its layers."""
+
+    decode: DecodeWork
+    prefill: PrefillWork | None  # None in a decode bucket
+
+
+def tokens_per_warpgroup(group_size: int) -> int:
+    """Query tokens of one computing warpgroup of the prefill kernel, with `group_size` query heads a kv head."""
+    return ROWS_PER_WARPGROUP // group_size
+
+
+def cut_attention_work(
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    num_decodes: jax.Array,
+    num_reqs: jax.Array,
+    *,
+    kind: str,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    config: AttentionConfig,
+) -> AttentionWork:
+    """Cut the step's attention into work for the Mosaic kernels.
+
+    Args:
+      seq_lens: i32[R] keys of each row, its new tokens included.
+      query_start_loc: i32[R + 1] first token of each row.
+      num_decodes: i32[] leading rows with one token; ignored by kind "decode", where all real rows are.
+      num_reqs: i32[] real rows.
+      kind: static; "decode" makes no prefill tiles.
+      num_tokens: static; T, the padded tokens of the step.
+      num_heads, num_kv_heads: static; of the part of the model on one device.
+      config: static; the one that paged_attention gets.
+
+    Returns:
+      AttentionWork, to pass to every layer's paged_attention.
+    """
+    if kind == "decode":
+        num_decodes = num_reqs
+    decode = make_decode_work(seq_lens, num_decodes, num_kv_heads=num_kv_heads, config=config.decode)
+    if kind == "decode":
+        return AttentionWork(decode, None)
+    prefill = make_prefill_work(
+        seq_lens, query_start_loc, num_decodes, num_reqs, num_tokens=num_tokens, group_size=num_heads // num_kv_heads
+    )
+    return AttentionWork(decode, prefill)
+
+
+def make_decode_work(
+    seq_lens: jax.Array, num_decodes: jax.Array, *, num_kv_heads: int, config: DecodeConfig
+) -> DecodeWork:
+    """Cut the line of key tiles of rows [0, num_decodes) into one stretch a CTA, whatever their lengths."""
+    num_rows = seq_lens.shape[0]
+    row = jnp.arange(num_rows)
+    num_tiles = jnp.where(row < num_decodes, jnp.maximum(-(-seq_lens // config.tile), 1), 0)
+    # Sums over a comparison instead of scans: XLA makes one kernel of each.
+    ends = jnp.sum(jnp.where(row[:, None] >= row, num_tiles, 0), axis=1) * num_kv_heads
+    total = ends[-1]
+    num_small = config.num_small_ctas
+    num_large = config.num_ctas - num_small
+    large = -(-total * config.small_ratio // (num_large * config.small_ratio + num_small))
+    large = jnp.maximum(large, config.min_tiles)
+    small = -(-large // config.small_ratio) if num_small else large
+    cta = jnp.arange(config.num_ctas + 1)
+    start = jnp.minimum(jnp.minimum(cta, num_large) * large + jnp.maximum(cta - num_large, 0) * small, total)
+    is_before = ends[None, :] <= start[:, None]
+    start_row = jnp.minimum(jnp.sum(is_before, axis=1), num_decodes)
+    row_start = jnp.max(jnp.where(is_before, ends[None, :], 0), axis=1)
+    row_end = jnp.min(jnp.where(is_before, jnp.iinfo(jnp.int32).max, ends[None, :]), axis=1)
+    tiles_of_item = jnp.where(start < total, (row_end - row_start) // num_kv_heads, 1)
+    head = (start - row_start) // tiles_of_item
+    starts = jnp.stack([start, start_row * num_kv_heads + head, start - row_start - head * tiles_of_item])
+    # Computed, so that XLA makes a buffer a step and does not fold it into a constant of the program.
+    arrivals = jnp.where(start[:-1] < 0, 1, 0)
+    stretch = jnp.stack([large, small, jnp.asarray(num_large)])
+    return DecodeWork(starts.astype(jnp.int32), stretch.astype(jnp.int32), arrivals.astype(jnp.int32))
+
+
+def max_prefill_tiles(num_tokens: int, num_rows: int, group_size: int) -> int:
+    """The most query tiles that `num_tokens` tokens of `num_rows` requests can need."""
+    tokens = COMPUTE_WARPGROUPS * tokens_per_warpgroup(group_size)
+    return min(num_tokens, (num_tokens + num_rows * (tokens - 1)) // tokens)
+
+
+def make_prefill_work(
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    num_decodes: jax.Array,
+    num_reqs: jax.Array,
+    *,
+    num_tokens: int,
+    group_size: int,
+) -> PrefillWork:
+    """Cut the tokens of rows [num_decodes, num_reqs) into tiles of one request each."""
+    num_rows = seq_lens.shape[0]
+    tokens_per_tile = COMPUTE_WARPGROUPS * tokens_per_warpgroup(group_size)
+    row = jnp.arange(num_rows)
+    query_lens = jnp.where((row >= num_decodes) & (row < num_reqs), query_start_loc[1:] - query_start_loc[:-1], 0)
+    tiles_of_row = -(-query_lens // tokens_per_tile)
+    ends = jnp.sum(jnp.where(row[:, None] >= row, tiles_of_row, 0), axis=1)
+    tile = jnp.arange(max_prefill_tiles(num_tokens, num_rows, group_size))
+    is_before = ends[None, :] <= tile[:, None]
+    tile_row = jnp.minimum(jnp.sum(is_before, axis=1), num_rows - 1)
+    first = (tile - jnp.max(jnp.where(is_before, ends[None, :], 0), axis=1)) * tokens_per_tile
+    num_queries = query_lens[tile_row]
+    count = jnp.clip(num_queries - first, 0, tokens_per_tile)
+    position = seq_lens[tile_row] - num_queries + first
+    order = jnp.argsort(jnp.where(tile < ends[-1], -(position + count), 1))
+    tiles = jnp.stack([tile_row, query_start_loc[tile_row] + first, position, count])[:, order]
+    return PrefillWork(tiles.astype(jnp.int32), ends[-1:].astype(jnp.int32))
