@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from paged_driver import PagedDriver
 
 from jaxvllm.layers.parameter import param_specs
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.models.registry import get_model_class
 from jaxvllm.rope_config import RopeConfig
+from tests.parity.paged_driver import PagedDriver
 
 
 def main() -> None:
