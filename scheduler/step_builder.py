@@ -55,7 +55,7 @@ class StepBuilder:
                     for request in known
                 ],
                 resumed_request_ids={request.request_id for request in resumed},
-                all_token_ids={request.request_id: request.all_token_ids.copy() for request in resumed},
+                all_token_ids={request.request_id: request.all_token_ids for request in resumed},
             ),
             num_scheduled_tokens=self.num_scheduled,
             total_num_scheduled_tokens=sum(self.num_scheduled.values()),
