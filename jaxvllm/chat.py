@@ -1,9 +1,22 @@
 """Chat messages as the caller writes them, made into what a chat template takes."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Message = Mapping[str, Any]
+
+
+def read_chat_template(template: str | None) -> str | None:
+    """A chat template's text, from the text itself or from the file that holds it.
+
+    Raises: ValueError if it is neither.
+    """
+    if template is None or any(mark in template for mark in "{}\n"):
+        return template
+    if not Path(template).is_file():
+        raise ValueError(f"chat_template={template!r} is neither a file nor Jinja text ('{{{{ ... }}}}').")
+    return Path(template).read_text(encoding="utf-8")
 
 
 def split_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[dict[str, Any]]]:

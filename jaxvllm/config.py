@@ -18,6 +18,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 BLOCK_SIZES = (16, 32, 64, 128)
 CPU_KV_CACHE_BYTES = 1 << 30
 LARGE_GPU_BYTES = 70 << 30
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 DEFAULT_EXECUTOR = "jaxvllm.executor:make_executor"
 _DTYPES = {
     "auto": "auto",
@@ -139,7 +140,7 @@ class EngineArgs:
     multiprocess: bool | None = None
     executor: str = DEFAULT_EXECUTOR
 
-    def __init__(self, model: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
         known = {f.name: f for f in fields(self)}
         values: dict[str, Any] = {"model": model}
         for name, value in kwargs.items():
@@ -253,6 +254,14 @@ class EngineArgs:
         )
 
 
+def log_level() -> str:
+    """How much the core's process logs: JAXVLLM_LOG_LEVEL, else INFO."""
+    level = os.environ.get("JAXVLLM_LOG_LEVEL", "INFO").upper()
+    if level not in LOG_LEVELS:
+        raise ValueError(f"environment variable JAXVLLM_LOG_LEVEL={level!r} must be one of {_words(LOG_LEVELS)}.")
+    return level
+
+
 def find_device() -> Device:
     """The device that JAX in the core's process will find: a GPU if there is one that JAX can use."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
@@ -278,7 +287,7 @@ def _first_gpu_index() -> int:
 def _check_types(args: EngineArgs) -> None:
     for f in fields(args):
         value = getattr(args, f.name)
-        allowed = tuple(get_origin(kind) or kind for kind in get_args(f.type) or (f.type,))
+        allowed: Any = tuple(get_origin(kind) or kind for kind in get_args(f.type) or (f.type,))
         if float in allowed:
             allowed += (int,)
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from jaxvllm.chat import Message, split_conversations
+from jaxvllm.chat import Message, read_chat_template, split_conversations
 from jaxvllm.config import EngineArgs
 from jaxvllm.errors import EngineDeadError
-from jaxvllm.input_processor import Prompt
+from jaxvllm.input_processor import ProcessedRequest, Prompt
 from jaxvllm.llm_engine import LLMEngine
 from jaxvllm.metrics import Metric
 from jaxvllm.outputs import RequestOutput
@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
         args = EngineArgs(model, **kwargs)
-        self._chat_template = args.chat_template
+        self._chat_template = read_chat_template(args.chat_template)
         self.llm_engine = LLMEngine.from_engine_args(args)
         self._counter = itertools.count()
 
@@ -78,15 +78,12 @@ class Engine:
         params_list = self._params_list(sampling_params, len(prompt_list))
         priorities = [0] * len(prompt_list) if priority is None else list(priority)
         if len(priorities) != len(prompt_list):
-            raise ValueError(
-                f"priority has {len(priorities)} numbers for {len(prompt_list)} prompts: give one a prompt."
-            )
+            raise ValueError(f"priority has {len(priorities)} numbers for {len(prompt_list)} prompts: give one each.")
         requests = [
             self.llm_engine.process_request(str(next(self._counter)), prompt, _final_only(params), priority=number)
             for prompt, params, number in zip(prompt_list, params_list, priorities, strict=True)
         ]
-        self.llm_engine.add_requests(requests)
-        return self._run([request.caller.request_id for request in requests], use_tqdm)
+        return self._run(requests, use_tqdm)
 
     def chat(
         self,
@@ -107,7 +104,7 @@ class Engine:
         Args:
           messages: [{"role": "user", "content": "..."}], or a list of such lists.
           sampling_params, use_tqdm: as in generate().
-          chat_template: Jinja text in the place of the model's own.
+          chat_template: Jinja text, or a file of it, in the place of the model's own.
           continue_final_message: go on with the last message instead of answering it (add_generation_prompt=False).
           tools: function descriptions, shown to the template.
           chat_template_kwargs: further variables of the template.
@@ -139,7 +136,7 @@ class Engine:
         tokenizer = self.llm_engine.tokenizer
         if tokenizer is None:
             raise ValueError("chat needs a tokenizer: set skip_tokenizer_init=False.")
-        template_args["chat_template"] = template_args.get("chat_template") or self._chat_template
+        template_args["chat_template"] = read_chat_template(template_args.get("chat_template")) or self._chat_template
         text = tokenizer.apply_chat_template(messages, **template_args)
         # The template has written the begin token itself.
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
@@ -201,16 +198,18 @@ class Engine:
             return [params] * num_prompts
         if len(params) != num_prompts:
             raise ValueError(
-                f"sampling_params has {len(params)} entries for {num_prompts} prompts: give one for all, or one a prompt."
+                f"sampling_params has {len(params)} entries for {num_prompts} prompts: give one for all, or one each."
             )
         return list(params)
 
-    def _run(self, request_ids: list[str], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+    def _run(self, requests: list[ProcessedRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         """Step until the requests have finished; if that fails or is interrupted, none of them stays behind."""
+        request_ids = [request.caller.request_id for request in requests]
         outputs: dict[str, RequestOutput] = {}
         wanted = set(request_ids)
         progress = Progress(len(request_ids), use_tqdm)
         try:
+            self.llm_engine.add_requests(requests)
             while len(outputs) < len(request_ids):
                 for output in self.llm_engine.step():
                     if output.request_id in wanted:

@@ -117,9 +117,7 @@ class InputProcessor:
             raise ValueError(f"prompt has the unknown keys {unknown}: allowed are {list(PROMPT_KEYS)}.")
         text, ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
         if salt is not None and (not isinstance(salt, str) or not salt):
-            raise ValueError(
-                f"cache_salt={salt!r} must be a string that is not empty; leave it out to share the cache."
-            )
+            raise ValueError(f"cache_salt={salt!r} must be a non-empty string; leave it out to share the cache.")
         if text is not None and not isinstance(text, str):
             raise ValueError(f"prompt['prompt']={text!r} must be a string.")
         if ids is not None:
@@ -136,9 +134,11 @@ class InputProcessor:
         return self._tokenizer.encode(text)
 
     def _token_ids(self, ids: Any) -> list[int]:
-        if isinstance(ids, bytes) or (not isinstance(ids, Sequence) and not hasattr(ids, "tolist")):
+        if hasattr(ids, "tolist"):
+            ids = ids.tolist()
+        if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
             raise ValueError(f"a prompt must be text, a list of token ids or a dict, got {type(ids).__name__}.")
-        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        ids = list(ids)
         if set(map(type, ids)) <= {int}:
             return ids
         return [_as_id(token_id, f"prompt_token_ids[{i}]") for i, token_id in enumerate(ids)]
@@ -171,9 +171,7 @@ class InputProcessor:
                 )
         self._check_ids(params.stop_token_ids or [], "stop_token_ids")
         if params.stop and self._tokenizer is None:
-            raise ValueError(
-                f"stop={params.stop!r} needs a tokenizer: use stop_token_ids, or skip_tokenizer_init=False."
-            )
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer: use stop_token_ids instead.")
         room = self._info.max_model_len - num_prompt_tokens
         if params.min_tokens > room:
             raise ValueError(

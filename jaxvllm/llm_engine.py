@@ -111,9 +111,9 @@ class LLMEngine:
 
     def add_requests(self, requests: Sequence[ProcessedRequest]) -> None:
         """Queue requests that process_request made, all in one message: the core may schedule them together."""
-        self._client.add_requests([child for request in requests for child in request.children])
         for request in requests:
             self._output_processor.add_request(request.caller, request.children)
+        self._client.add_requests([child for request in requests for child in request.children])
 
     def step(self) -> list[RequestOutput]:
         """Wait for the core's next outputs and return what they mean; [] without unfinished requests.

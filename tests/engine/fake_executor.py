@@ -1,4 +1,4 @@
-"""Scripted executors: the next token is always the last one + 1 (mod 264). Named as "module:function", for a child too."""
+"""Scripted executors, named as "module:function": the next token is always the last one + 1 (mod 264)."""
 
 import os
 import signal
