@@ -194,6 +194,8 @@ class InputProcessor:
         if max_tokens is None:
             max_tokens = self._info.max_model_len - num_prompt_tokens
         complete = copy.copy(params)
+        if params.top_k >= self._model.vocab_size:
+            complete.top_k = 0  # off: it would choose among all, and need not fit the plan's int32
         complete.n, complete.seed, complete.max_tokens, complete.stop_token_ids = 1, seed, max_tokens, list(stop_ids)
         return complete
 

@@ -169,6 +169,14 @@ def test_bad_or_unapplied_parameter_is_refused_by_name(engine, params, error, me
     assert not engine.llm_engine.has_unfinished_requests()
 
 
+def test_huge_but_legal_numbers_do_no_harm(engine):
+    params = SamplingParams(top_k=2**40, max_tokens=2**40, seed=2**63 - 1, n=2, stop_token_ids=[70])
+    assert texts(engine.generate("A", params, use_tqdm=False)) == ["BCDE"]
+    for bad in ({"seed": 2**63}, {"stop": 5}, {"stop_token_ids": 5}, {"top_k": 1.5}, {"temperature": float("nan")}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            SamplingParams(**bad)
+
+
 def test_counts_of_params_and_priorities_must_match(engine):
     with pytest.raises(ValueError, match="1 entries for 2 prompts"):
         engine.generate(["A", "B"], [SamplingParams()], use_tqdm=False)
