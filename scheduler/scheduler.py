@@ -60,6 +60,7 @@ class Scheduler:
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
         self._num_preemptions = 0
+        self._num_recomputed_tokens = 0
 
     # ---- requests come and go
 
@@ -154,6 +155,7 @@ class Scheduler:
             self.kv.undo_publish(victim)  # vLLM keeps these hashes, and a resume hits blocks nobody computed
         self.kv.free(victim)
         victim.status = RequestStatus.PREEMPTED
+        victim.num_lost_tokens = victim.num_computed_tokens
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         self._num_preemptions += 1
@@ -187,6 +189,7 @@ class Scheduler:
     def _admit(self, request: Request, num_hit: int) -> None:
         self.running.append(request)
         request.num_computed_tokens = num_hit
+        self._num_recomputed_tokens += max(request.num_lost_tokens - num_hit, 0)
         if self.kv.enable_prefix_caching and request.reads_prefix_cache:
             self._num_queried_tokens += request.num_tokens
             self._num_hit_tokens += num_hit
@@ -278,6 +281,7 @@ class Scheduler:
             prefix_cache_queries=self._num_queried_tokens,
             prefix_cache_hits=self._num_hit_tokens,
             num_preemptions=self._num_preemptions,
+            num_recomputed_tokens=self._num_recomputed_tokens,
             num_scheduled_tokens=num_scheduled_tokens,
         )
 

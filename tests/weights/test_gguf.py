@@ -38,6 +38,13 @@ def test_each_type_decodes_as_the_gguf_package_does(tmp_path, kind):
     np.testing.assert_array_equal(value.astype(np.float32), dequantize(data, kind))
 
 
+def test_a_tensor_of_many_blocks_decodes_the_same(tmp_path):
+    data, kind = quantised(np.random.default_rng(1).standard_normal((331, 800)).astype(np.float32), Q.Q4_0)
+    assert data.size // GGML_QUANT_SIZES[kind][1] > 8192
+    file = GGUFFile(write_gguf(tmp_path / "m.gguf", {"w": (data, kind)}))
+    np.testing.assert_array_equal(file.read("w"), dequantize(data, kind))
+
+
 def test_one_file_mixes_types_and_general_file_type_is_not_trusted(tmp_path):
     rng = np.random.default_rng(2)
     values = {name: rng.standard_normal((5, 512)).astype(np.float32) for name in ("a", "b", "c")}
