@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.core_messages import EngineCoreInfo, EngineCoreRequest
+from jaxvllm.core_messages import CoreMetrics, EngineCoreInfo, EngineCoreRequest
 from jaxvllm.errors import EngineDeadError
 from jaxvllm.interrupt import DeferredInterrupt
 from scheduler.outputs import EngineCoreOutputs
@@ -35,8 +35,8 @@ class CoreClient(Protocol):
         """Forget all cached prefixes; False while requests hold blocks."""
         ...
 
-    def metrics(self) -> dict[str, float]:
-        """Counters and gauges of the device side."""
+    def metrics(self) -> CoreMetrics:
+        """The core's state now, in numbers."""
         ...
 
     def shutdown(self) -> None:
@@ -95,7 +95,7 @@ class InprocClient:
         """See CoreClient."""
         return self._alive().reset_prefix_cache()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> CoreMetrics:
         """See CoreClient."""
         return self._alive().metrics()
 

@@ -189,7 +189,7 @@ class InputProcessor:
                 f"stop_token_ids and the model's {len(self._model.extra_eos_token_ids)} end-of-turn ids make "
                 f"{len(stop_ids)}; at most {MAX_STOP_TOKEN_IDS} are allowed."
             )
-        seed = self._seeds.getrandbits(_SEED_BITS) if params.seed is None else params.seed + index
+        seed = self._seeds.getrandbits(_SEED_BITS) if params.seed is None else (params.seed + index) % 2**64
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = self._info.max_model_len - num_prompt_tokens

@@ -172,7 +172,9 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """What the engine has done so far."""
-        return self._stats.to_metrics(self._client.metrics())
+        core = self._client.metrics()
+        self._stats.scheduler = core.scheduler
+        return self._stats.to_metrics(core.device)
 
     def shutdown(self) -> None:
         """End the core and free the device; may be called again."""

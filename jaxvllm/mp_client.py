@@ -19,6 +19,7 @@ from jaxvllm import core_messages as messages
 from jaxvllm.config import EngineConfig, log_level
 from jaxvllm.core_messages import (
     CoreFailure,
+    CoreMetrics,
     CoreStart,
     EngineCoreInfo,
     EngineCoreRequest,
@@ -106,9 +107,9 @@ class MPClient:
         """See CoreClient."""
         return self._call("reset_prefix_cache")
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> CoreMetrics:
         """See CoreClient."""
-        return self._call("metrics")
+        return msgspec.convert(self._call("metrics"), CoreMetrics)
 
     def shutdown(self) -> None:
         """See CoreClient."""

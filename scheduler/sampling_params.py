@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import Any
 
 MAX_N = 16384
-SEED_RANGE = (-(2**63), 2**63 - 1)
+SEED_RANGE = (-(2**63), 2**64 - 1)
 MAX_STOP_TOKEN_IDS = 128
 GREEDY_TEMPERATURE = 1e-5  # below: greedy
 MIN_TEMPERATURE = 1e-2  # between the two: raised to this, or float32 logits overflow
