@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +110,9 @@ def run_layers(
     graphdef, state = nnx.split(layers)
     weights = nnx.to_pure_dict(state)
 
-    def run_layer(weights, hidden, kv_cache, inputs, layer, kind):
+    def run_layer(
+        weights: dict, hidden: jax.Array, kv_cache: jax.Array, inputs: LayerInputs, layer: jax.Array, kind: Any
+    ) -> tuple[jax.Array, jax.Array]:
         return nnx.merge(graphdef, weights)(hidden, kv_cache, inputs.at(layer, kind))
 
     if unroll:
@@ -123,8 +126,10 @@ def run_layers(
     is_uniform = len(set(kind_of_layer)) == 1
     kinds = jnp.array(kind_of_layer, jnp.int32)
 
-    def step(carry, per_layer):
+    def step(carry: tuple[jax.Array, jax.Array], per_layer: tuple) -> tuple[tuple[jax.Array, jax.Array], None]:
         of_layer, layer, kind = per_layer
-        return run_layer(of_layer, *carry, inputs, layer, kind_of_layer[0] if is_uniform else kind), None
+        hidden, kv_cache = carry
+        return run_layer(of_layer, hidden, kv_cache, inputs, layer, kind_of_layer[0] if is_uniform else kind), None
 
-    return jax.lax.scan(step, (hidden, kv_cache), (weights, jnp.arange(len(kind_of_layer), dtype=jnp.int32), kinds))[0]
+    layer_numbers = jnp.arange(len(kind_of_layer), dtype=jnp.int32)
+    return jax.lax.scan(step, (hidden, kv_cache), (weights, layer_numbers, kinds))[0]

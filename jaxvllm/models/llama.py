@@ -1,5 +1,7 @@
 """Llama (1 to 3.x), SmolLM2 and everything else of that shape."""
 
+from functools import partial
+
 import jax
 from flax import nnx
 
@@ -37,15 +39,13 @@ class LlamaDecoderLayer(nnx.Module):
 def llama_layer(config: ModelConfig, *, qk_norm: bool = False) -> LlamaDecoderLayer:
     """The layer of Llama and of families that differ in biases, windows or, with `qk_norm`, in normed heads."""
     prefix = f"{LAYER_PREFIX}.self_attn"
-    norms = {}
-    if qk_norm:
-        options = {"eps": config.rms_norm_eps, "dtype": config.dtype}
-        norms = {name: RMSNorm(config.head_dim, f"{prefix}.{name}.weight", **options) for name in ("q_norm", "k_norm")}
+    norm = partial(RMSNorm, config.head_dim, eps=config.rms_norm_eps, dtype=config.dtype)
     attention = Attention(
         config,
         QKVProjection(config, prefix),
         OutputProjection(config, f"{prefix}.o_proj", bias=config.attention_output_bias),
-        **norms,
+        q_norm=norm(f"{prefix}.q_norm.weight") if qk_norm else None,
+        k_norm=norm(f"{prefix}.k_norm.weight") if qk_norm else None,
     )
     return LlamaDecoderLayer(config, attention, GatedMLP(config, f"{LAYER_PREFIX}.mlp"))
 

@@ -1,10 +1,9 @@
 """From the class name in config.json to the model that serves it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from flax import nnx
-
+from jaxvllm.models.causal_lm import CausalLM
 from jaxvllm.models.gemma2 import Gemma2ForCausalLM
 from jaxvllm.models.gemma3 import Gemma3ForCausalLM
 from jaxvllm.models.llama import LlamaForCausalLM
@@ -14,7 +13,10 @@ from jaxvllm.models.phi3 import Phi3ForCausalLM
 from jaxvllm.models.qwen2 import Qwen2ForCausalLM
 from jaxvllm.models.qwen3 import Qwen3ForCausalLM
 
-MODELS: Mapping[str, type[nnx.Module]] = MappingProxyType(
+Model = CausalLM | OPTForCausalLM
+ModelClass = Callable[..., Model]
+
+MODELS: Mapping[str, ModelClass] = MappingProxyType(
     {
         "Gemma2ForCausalLM": Gemma2ForCausalLM,
         "Gemma3ForCausalLM": Gemma3ForCausalLM,
@@ -28,7 +30,7 @@ MODELS: Mapping[str, type[nnx.Module]] = MappingProxyType(
 )
 
 
-def get_model_class(architecture: str) -> type[nnx.Module]:
+def get_model_class(architecture: str) -> ModelClass:
     """The model of an architecture, built as cls(config, unroll_layers=None).
 
     Raises: ValueError that lists what is supported.

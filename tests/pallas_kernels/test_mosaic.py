@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, expected_attention, make_case
 
 from pallas_kernels import make_attention_work, paged_attention, unsupported_reason, write_kv_cache
 from pallas_kernels.mosaic import attend
 from pallas_kernels.tuning import INTERPRET, AttentionConfig
 from pallas_kernels.work_lists import cut_attention_work
+from tests.pallas_kernels.attention_cases import AttentionCase, expected_attention, make_case
 
 SCALE = 0.17
 BACKEND = "mosaic_gpu_interpret"
@@ -122,9 +122,7 @@ def test_a_larger_bucket_changes_nothing():
 
 @pytest.mark.parametrize("pad_tokens", [0, 3])
 def test_write_touches_the_slots_of_real_tokens_only(pad_tokens):
-    case = bf16_case(
-        np.random.default_rng(10), MIXED, pad_tokens=pad_tokens, num_heads=3, num_kv_heads=3, head_dim=64
-    )
+    case = bf16_case(np.random.default_rng(10), MIXED, pad_tokens=pad_tokens, num_heads=3, num_kv_heads=3, head_dim=64)
     floats = [jnp.asarray(x, jnp.bfloat16) for x in (case.k, case.v, case.kv_cache)]
     got = jax.jit(write_kv_cache, static_argnames="backend")(*floats, case.slot_mapping, case.layer, backend=BACKEND)
     expected = case.kv_cache.copy()

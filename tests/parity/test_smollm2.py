@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from paged_driver import PagedDriver
 
 from jaxvllm.layers.parameter import param_specs
 from jaxvllm.model_source import resolve
 from jaxvllm.models.registry import get_model_class
 from jaxvllm.weights.load import load_params
+from tests.parity.paged_driver import PagedDriver
 
 TEXTS = [
     "What is the capital of France?",

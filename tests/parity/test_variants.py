@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from tiny_models import tiny_model
+
+from tests.parity.tiny_models import tiny_model
 
 TOLERANCE = 1e-4
 PROMPT = np.random.default_rng(12).integers(3, 131, 37).tolist()

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 import transformers
 from flax import nnx
-from paged_driver import PagedDriver
 
 from jaxvllm.layers.parameter import param_specs
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.models.registry import get_model_class
 from jaxvllm.weights.checkpoint import TensorInfo
 from jaxvllm.weights.load import load_params
+from tests.parity.paged_driver import PagedDriver
 
 # Unequal, mostly prime: a swapped axis cannot pass.
 SIZES = {
