@@ -18,6 +18,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 BLOCK_SIZES = (16, 32, 64, 128)
 CPU_KV_CACHE_BYTES = 1 << 30
 LARGE_GPU_BYTES = 70 << 30
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 DEFAULT_EXECUTOR = "jaxvllm.executor:make_executor"
 _DTYPES = {
     "auto": "auto",
@@ -43,7 +44,6 @@ class ModelLoadConfig:
     revision: str | None = None
     tokenizer_revision: str | None = None
     download_dir: str | None = None
-    hf_token: str | bool | None = None
     load_format: LoadFormat = "auto"
     dtype: str = "auto"
     seed: int = 0
@@ -105,7 +105,7 @@ class EngineArgs:
     Raises:
       NotImplementedError: an argument of vLLM that is not built here.
       TypeError: an argument that neither knows.
-      ValueError: a value out of range.
+      ValueError: a value of the wrong type or out of range.
     """
 
     model: str | None = None
@@ -115,7 +115,6 @@ class EngineArgs:
     revision: str | None = None
     tokenizer_revision: str | None = None
     download_dir: str | None = None
-    hf_token: str | bool | None = None
     load_format: str = "auto"
     dtype: str = "auto"
     seed: int | None = 0
@@ -141,9 +140,9 @@ class EngineArgs:
     multiprocess: bool | None = None
     executor: str = DEFAULT_EXECUTOR
 
-    def __init__(self, model: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
         known = {f.name: f for f in fields(self)}
-        values = {"model": None if model is None else os.fspath(model)}
+        values: dict[str, Any] = {"model": model}
         for name, value in kwargs.items():
             if name in known:
                 values[name] = value
@@ -152,7 +151,8 @@ class EngineArgs:
             else:
                 raise TypeError(_unknown_argument(name, list(known)))
         for name in known:
-            object.__setattr__(self, name, values.get(name, getattr(type(self), name)))
+            value = values.get(name, getattr(type(self), name))
+            object.__setattr__(self, name, os.fspath(value) if isinstance(value, os.PathLike) else value)
         self._check()
 
     def _check(self) -> None:
@@ -207,7 +207,6 @@ class EngineArgs:
                 revision=self.revision,
                 tokenizer_revision=self.tokenizer_revision,
                 download_dir=self.download_dir,
-                hf_token=self.hf_token,
                 load_format=self.load_format,  # type: ignore[arg-type]  # checked against LoadFormat
                 dtype="float32" if device == "cpu" and self.dtype == "auto" else _DTYPES[self.dtype],
                 seed=self.seed or 0,
@@ -255,6 +254,14 @@ class EngineArgs:
         )
 
 
+def log_level() -> str:
+    """How much the core's process logs: JAXVLLM_LOG_LEVEL, else INFO."""
+    level = os.environ.get("JAXVLLM_LOG_LEVEL", "INFO").upper()
+    if level not in LOG_LEVELS:
+        raise ValueError(f"environment variable JAXVLLM_LOG_LEVEL={level!r} must be one of {_words(LOG_LEVELS)}.")
+    return level
+
+
 def find_device() -> Device:
     """The device that JAX in the core's process will find: a GPU if there is one that JAX can use."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
@@ -280,11 +287,11 @@ def _first_gpu_index() -> int:
 def _check_types(args: EngineArgs) -> None:
     for f in fields(args):
         value = getattr(args, f.name)
-        allowed = tuple(get_origin(kind) or kind for kind in get_args(f.type) or (f.type,))
+        allowed: Any = tuple(get_origin(kind) or kind for kind in get_args(f.type) or (f.type,))
         if float in allowed:
             allowed += (int,)
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-            raise TypeError(f"{f.name}={value!r} must be of type {getattr(f.type, '__name__', f.type)}.")
+            raise ValueError(f"{f.name}={value!r} must be of type {getattr(f.type, '__name__', f.type)}.")
 
 
 def _words(allowed: tuple[Any, ...]) -> str:

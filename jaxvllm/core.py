@@ -146,7 +146,7 @@ def _check_pool(info: EngineCoreInfo) -> None:
     if info.max_model_len > info.num_kv_tokens:
         raise ValueError(
             f"max_model_len={info.max_model_len} does not fit the KV cache, which holds {info.num_kv_tokens} tokens "
-            f"({info.num_blocks - 1} blocks of {info.block_size}): lower max_model_len to at most {info.num_kv_tokens}, "
+            f"({info.num_blocks - 1} blocks of {info.block_size}): lower it to at most {info.num_kv_tokens}, "
             "or enlarge the cache (kv_cache_memory_bytes, gpu_memory_utilization, num_gpu_blocks_override)."
         )
 

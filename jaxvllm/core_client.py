@@ -1,7 +1,6 @@
 """How the front end reaches the engine core: in this process, or in a child process over ZeroMQ."""
 
 import builtins
-import logging
 import os
 import shutil
 import signal
@@ -12,10 +11,10 @@ import tempfile
 import weakref
 from collections import deque
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxvllm import core_messages as messages
-from jaxvllm.config import EngineConfig
+from jaxvllm.config import EngineConfig, log_level
 from jaxvllm.core_messages import (
     CoreFailure,
     CoreStart,
@@ -25,9 +24,11 @@ from jaxvllm.core_messages import (
     UtilityResult,
 )
 from jaxvllm.errors import EngineDeadError
+from jaxvllm.interrupt import DeferredInterrupt
 from scheduler.outputs import EngineCoreOutputs
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from jaxvllm.core import EngineCore
 
 DEATH_CHECK_MS = 100
 SHUTDOWN_S = 3.0
@@ -37,7 +38,9 @@ MAX_SOCKET_DIR = 60  # an ipc path must stay below 108 characters
 class CoreClient(Protocol):
     """The core as the front end sees it. Every method raises EngineDeadError once the core has died."""
 
-    info: EngineCoreInfo
+    def wait_until_ready(self) -> EngineCoreInfo:
+        """Block until the core serves; call once, first. Raises what its start raised (ValueError for a bad model)."""
+        ...
 
     def add_requests(self, requests: list[EngineCoreRequest]) -> None:
         """Queue requests; does not wait."""
@@ -65,10 +68,7 @@ class CoreClient(Protocol):
 
 
 def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
-    """Start a core and wait until it is ready.
-
-    Raises: what the core's start raised (ValueError for a model it cannot serve ...).
-    """
+    """Start a core: its process loads the model while the caller goes on (see wait_until_ready)."""
     return MPClient(config) if multiprocess else InprocClient(config)
 
 
@@ -76,12 +76,17 @@ class InprocClient:
     """The core in this process, stepped by get_outputs(): for debugging, and where msgspec or pyzmq are missing."""
 
     def __init__(self, config: EngineConfig) -> None:
-        config.apply_core_environment()
+        self._config = config
+        self._core: EngineCore | None = None
+        self._failure: Exception | None = None
+
+    def wait_until_ready(self) -> EngineCoreInfo:
+        """See CoreClient."""
+        self._config.apply_core_environment()
         from jaxvllm.core import EngineCore, make_executor  # a front end with a core process never imports the core
 
-        self._core: EngineCore | None = EngineCore(config, make_executor(config))
-        self._failure: Exception | None = None
-        self.info = self._core.info
+        self._core = EngineCore(self._config, make_executor(self._config))
+        return self._core.info
 
     def add_requests(self, requests: list[EngineCoreRequest]) -> None:
         """See CoreClient."""
@@ -95,15 +100,15 @@ class InprocClient:
     def get_outputs(self) -> EngineCoreOutputs:
         """See CoreClient."""
         core = self._alive()
-        try:
-            while core.has_work():
-                outputs = core.step()
-                if outputs is not None:
-                    return outputs
-        except Exception as error:
-            self._failure = error
-            raise EngineDeadError(f"the engine core died: {type(error).__name__}: {error}") from error
-        return EngineCoreOutputs()
+        outputs = None
+        while outputs is None and core.has_work():
+            try:
+                with DeferredInterrupt():  # half a step would leave the scheduler and the device with two truths
+                    outputs = core.step()
+            except Exception as error:
+                self._failure = error
+                raise EngineDeadError(f"the engine core died: {type(error).__name__}: {error}") from error
+        return outputs or EngineCoreOutputs()
 
     def reset_prefix_cache(self) -> bool:
         """See CoreClient."""
@@ -144,9 +149,8 @@ class MPClient:
         self._pending: deque[EngineCoreOutputs] = deque()
         self._dead: str | None = None
         self._num_calls = 0
-        folder = tempfile.mkdtemp(
-            prefix="jaxvllm-", dir="/tmp" if len(tempfile.gettempdir()) > MAX_SOCKET_DIR else None
-        )
+        parent = "/tmp" if len(tempfile.gettempdir()) > MAX_SOCKET_DIR else None
+        folder = tempfile.mkdtemp(prefix="jaxvllm-", dir=parent)
         context = zmq.Context()
         self._requests, self._outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         self._requests.setsockopt(zmq.SNDHWM, 0)
@@ -159,13 +163,21 @@ class MPClient:
             self, _stop_core, self._process, self._requests, self._outputs, context, folder, os.getpid()
         )
         try:
-            start = CoreStart(addresses[0], addresses[1], os.getpid(), config, sys.path)
+            start = CoreStart(addresses[0], addresses[1], os.getpid(), config, log_level(), sys.path)
             self._send_start(msgspec.json.encode(start) + b"\n")
-            self.info = self._wait_until_ready()
         except BaseException:
             self._stop()
             raise
-        shutil.rmtree(folder, ignore_errors=True)  # both ends are connected: the sockets need no name any more
+        self._folder = folder
+
+    def wait_until_ready(self) -> EngineCoreInfo:
+        """See CoreClient."""
+        try:
+            _, body = self._receive()
+        except EngineDeadError as error:
+            raise (error.__cause__ or error) from None
+        shutil.rmtree(self._folder, ignore_errors=True)  # both ends are connected: the sockets need no name any more
+        return self._decode(body, type=EngineCoreInfo)
 
     @property
     def pid(self) -> int:
@@ -216,7 +228,7 @@ class MPClient:
             self._read_last_words()
         if self._dead is not None:
             raise EngineDeadError(self._dead)
-        self._requests.send_multipart([kind, self._encode(body)])
+        self._requests.send(kind + self._encode(body))
 
     def _send_start(self, line: bytes) -> None:
         assert self._process.stdin is not None
@@ -226,14 +238,15 @@ class MPClient:
         except BrokenPipeError:
             pass  # it died already; the wait for READY says so
 
-    def _receive(self) -> tuple[bytes, bytes]:
+    def _receive(self) -> tuple[bytes, memoryview]:
         """The next message; raises EngineDeadError as soon as the core is known to be dead."""
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         while True:
             is_gone = self._process.poll() is not None  # asked first: what it sent before its end is read below
             if self._outputs.poll(DEATH_CHECK_MS):
-                kind, body = self._outputs.recv_multipart()
+                message = self._outputs.recv()
+                kind, body = message[:1], memoryview(message)[1:]
                 if kind == messages.DEAD:
                     failure = self._decode(body, type=CoreFailure)
                     self._dead = _describe(failure)
@@ -252,16 +265,9 @@ class MPClient:
         except EngineDeadError:
             return
 
-    def _wait_until_ready(self) -> EngineCoreInfo:
-        try:
-            _, body = self._receive()
-        except EngineDeadError as error:
-            raise (error.__cause__ or error) from None
-        return self._decode(body, type=EngineCoreInfo)
-
 
 def _start_process(config: EngineConfig) -> subprocess.Popen:
-    """Start the core's interpreter. It reads its CoreStart from the pipe, whose end it also takes as the order to end."""
+    """Start the core's interpreter. It reads CoreStart from the pipe, whose end is also the order to end."""
     environment = os.environ | config.core_environment()
     root = str(Path(__file__).resolve().parent.parent)
     if root not in site.getsitepackages():  # a checkout: the child must find the same code
@@ -282,7 +288,7 @@ def _stop_core(
     if os.getpid() != owner_pid:
         return
     if process.poll() is None:
-        requests.send_multipart([messages.SHUTDOWN, b""])
+        requests.send(messages.SHUTDOWN)
         try:
             process.wait(SHUTDOWN_S)
         except subprocess.TimeoutExpired:  # in a long compile, say
@@ -303,8 +309,9 @@ def _describe(failure: CoreFailure) -> str:
 def _remote_error(failure: CoreFailure) -> Exception:
     """The core's exception again, of the same built-in class where there is one; the traceback is a note on it."""
     kind = getattr(builtins, failure.kind, None)
-    is_simple = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError)
-    error = kind(failure.message) if is_simple else RuntimeError(f"{failure.kind}: {failure.message}")
+    error = RuntimeError(f"{failure.kind}: {failure.message}")
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
+        error = kind(failure.message)
     error.add_note(f"In the engine core's process:\n{failure.traceback}")
     return error
 

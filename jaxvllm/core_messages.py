@@ -6,14 +6,14 @@ from typing import Any
 from jaxvllm.config import EngineConfig
 from scheduler.sampling_params import SamplingParams
 
-# The first frame of every message; the second is its msgpack.
-ADD = b"add"  # list[EngineCoreRequest]
-ABORT = b"abort"  # list[str]
-UTILITY = b"utility"  # UtilityCall one way, UtilityResult the other
-SHUTDOWN = b"shutdown"  # nothing
-READY = b"ready"  # EngineCoreInfo
-OUTPUTS = b"outputs"  # scheduler.outputs.EngineCoreOutputs
-DEAD = b"dead"  # CoreFailure
+# A message is one frame, so that an interrupt cannot tear it: one of these bytes, then the msgpack of what is named.
+ADD = b"A"  # list[EngineCoreRequest]
+ABORT = b"X"  # list[str]
+UTILITY = b"U"  # UtilityCall one way, UtilityResult the other
+SHUTDOWN = b"S"  # nothing
+READY = b"R"  # EngineCoreInfo
+OUTPUTS = b"O"  # scheduler.outputs.EngineCoreOutputs
+DEAD = b"D"  # CoreFailure
 
 
 @dataclass(slots=True)
@@ -87,4 +87,5 @@ class CoreStart:
     outputs_address: str
     parent_pid: int
     config: EngineConfig
+    log_level: str = "INFO"
     sys_path: list[str] = field(default_factory=list)

@@ -18,8 +18,7 @@ from jaxvllm.core import EngineCore, make_executor
 from jaxvllm.core_messages import CoreFailure, CoreStart, EngineCoreRequest, UtilityCall, UtilityResult
 from scheduler.outputs import EngineCoreOutputs
 
-logger = logging.getLogger("jaxvllm")
-
+LOGGED_PACKAGES = ("jaxvllm", "scheduler", "pallas_kernels")
 PARENT_CHECK_S = 0.5
 LAST_WORDS_MS = 2000  # how long a dying core keeps trying to send why
 
@@ -48,7 +47,7 @@ class CoreLoop:
 
     def send(self, kind: bytes, body: Any) -> None:
         """Send one message to the front end."""
-        self._outbox.send_multipart([kind, self._encoder.encode(body)])
+        self._outbox.send(kind + self._encoder.encode(body))
 
     def _read_inputs(self, wait: bool = False) -> None:
         """Handle everything in the inbox; `wait`: until there is something."""
@@ -56,12 +55,12 @@ class CoreLoop:
             self._inbox.poll()
         while self._is_running:
             try:
-                kind, body = self._inbox.recv_multipart(zmq.NOBLOCK)
+                message = self._inbox.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(kind, body)
+            self._handle(message[:1], memoryview(message)[1:])
 
-    def _handle(self, kind: bytes, body: bytes) -> None:
+    def _handle(self, kind: bytes, body: memoryview) -> None:
         if kind == messages.ADD:
             for request in self._add_decoder.decode(body):
                 self._core.add_request(request)
@@ -82,7 +81,9 @@ def main() -> None:
     start = msgspec.json.decode(_read_line(), type=CoreStart)
     threading.Thread(target=_end_with_parent, args=(start.parent_pid,), daemon=True).start()
     sys.path.extend(path for path in start.sys_path if path not in sys.path)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s [core] %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(format="%(levelname)s %(asctime)s [core] %(message)s", datefmt="%H:%M:%S")
+    for package in LOGGED_PACKAGES:
+        logging.getLogger(package).setLevel(start.log_level)
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     outbox.setsockopt(zmq.SNDHWM, 0)
@@ -109,7 +110,7 @@ def _serve(start: CoreStart, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
         core.shutdown()
     except BaseException as error:
         failure = CoreFailure(type(error).__name__, str(error), traceback.format_exc())
-        outbox.send_multipart([messages.DEAD, msgspec.msgpack.encode(failure)])
+        outbox.send(messages.DEAD + msgspec.msgpack.encode(failure))
         return 1
     return 0
 
@@ -130,7 +131,7 @@ def _read_line() -> bytes:
 
 
 def _end_with_parent(parent_pid: int) -> None:
-    """Ends this process at once when the front end is gone: its pipe closes, or (held open by a fork) its pid changes."""
+    """Ends this process when the front end is gone: its pipe closes or, held open by a fork of it, its pid changes."""
     while os.getppid() == parent_pid:
         readable, _, _ = select.select([0], [], [], PARENT_CHECK_S)
         if readable and not os.read(0, 1):

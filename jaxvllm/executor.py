@@ -24,6 +24,8 @@ from scheduler.plan import Planner
 
 logger = logging.getLogger(__name__)
 
+MIN_GPU_DECODE_SIZE = 8  # see powers_of_two
+
 
 class DeviceExecutor:
     """Runs one model on one device. `initialize` does the slow part."""
@@ -52,7 +54,11 @@ class DeviceExecutor:
         model_config = _with_dtype(source.config, config.model.dtype)
         scheduler = config.scheduler
         limits = BatchLimits(scheduler.max_num_seqs, scheduler.max_model_len, config.memory.block_size)
-        policy = powers_of_two(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        policy = powers_of_two(
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            min_decode_size=MIN_GPU_DECODE_SIZE if device.platform == "gpu" else 1,
+        )
         backend = choose_backend(config.attention_backend, device, model_config, limits)
         spec = KVCacheSpec(
             num_layers=model_config.num_layers,
@@ -66,7 +72,7 @@ class DeviceExecutor:
         runner = ModelRunner(
             lambda traced: bind(model, traced),  # pyright: ignore[reportArgumentType]
             params,
-            RunnerConfig(limits, policy, spec, backend),
+            RunnerConfig(limits, policy, spec, model_config.num_heads, backend),
         )
         num_blocks = _num_blocks(config, runner, device)
         runner.initialize_kv_cache(num_blocks)

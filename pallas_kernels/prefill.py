@@ -25,8 +25,8 @@ from pallas_kernels.work_lists import COMPUTE_WARPGROUPS, ROWS_PER_WARPGROUP, Pr
 _LOG2E = math.log2(math.e)
 # Finite: exp2(score - max) of a masked key must be 0 and not NaN.
 _MIN_SCORE = -1e30
-# Registers a thread: 2 * 240 + 24 fit the 65,536 of an SM.
-_COMPUTE_REGISTERS, _COPY_REGISTERS = 240, 24
+# Registers a thread: 2 * 232 + 40 fit the 65,536 of an SM.
+_COMPUTE_REGISTERS, _COPY_REGISTERS = 232, 40
 
 Ref = Any
 

@@ -49,7 +49,7 @@ def tokens_per_warpgroup(group_size: int) -> int:
     return ROWS_PER_WARPGROUP // group_size
 
 
-def make_attention_work(
+def cut_attention_work(
     seq_lens: jax.Array,
     query_start_loc: jax.Array,
     num_decodes: jax.Array,

@@ -1,6 +1,6 @@
 """The pool of KV blocks: who is free, how many hold each block, and which full blocks are known by their hash."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 NULL_BLOCK = 0
 
@@ -42,6 +42,11 @@ class BlockPool:
             order.append(block)
             block = self._next[block]
         return order
+
+    def known_blocks(self) -> Iterator[tuple[bytes, list[int]]]:
+        """Each hash of the prefix cache with the blocks found under it, the one that a hit takes first."""
+        for block_hash, found in self._block_of_hash.items():
+            yield block_hash, [found] if isinstance(found, int) else found
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Hand out the least recently used free blocks, each with one reference and no hash."""

@@ -95,6 +95,7 @@ class SchedulerStats:
     prefix_cache_queries: int = 0  # tokens looked up since the start
     prefix_cache_hits: int = 0  # tokens found since the start
     num_preemptions: int = 0  # since the start
+    num_recomputed_tokens: int = 0  # since the start: computed again after a pre-emption, prefix hits left out
     num_scheduled_tokens: int = 0  # in this step
 
 

@@ -18,6 +18,8 @@ from scheduler.records import RECORD_WIDTH
 
 ADMITS_PER_STEP = 16
 HEADER = ("num_tokens", "num_reqs", "num_decodes", "num_admits", "num_appends")
+# XLA hands a kernel a slice of the buffer without copying it, and GPU kernels want 256 bytes of alignment.
+FIELD_ALIGNMENT = 64
 ON_DEVICE = -1  # in input_ids: the token is last_tokens[row]
 
 
@@ -32,7 +34,7 @@ class PlanLayout:
 
     Fields, all int32: header[len(HEADER)], input_ids[T], positions[T], slot_mapping[T], query_start_loc[R + 1],
     seq_lens[R], logits_indices[R], rows[R], needs_sample[R], block_appends[R + T // block_size, 3] and, in a mixed
-    bucket, admits[ADMITS_PER_STEP, admit_width].
+    bucket, admits[ADMITS_PER_STEP, admit_width]. Each starts at a multiple of FIELD_ALIGNMENT.
     """
 
     fields: dict[str, tuple[int, tuple[int, ...]]]
@@ -60,7 +62,7 @@ class PlanLayout:
         fields, offset = {}, 0
         for name, shape in shapes.items():
             fields[name] = (offset, shape)
-            offset += int(np.prod(shape))
+            offset += -(-int(np.prod(shape)) // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
         return cls(fields, offset)
 
     def unpack(self, buffer: Any) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Request:
       num_computed_tokens: tokens whose keys and values exist once every dispatched step has run.
       num_output_placeholders: tokens sampled by steps in flight, not known here yet (async scheduling).
       num_cached_tokens: prompt tokens found in the prefix cache at the first admission; -1 before.
+      num_lost_tokens: tokens that were computed before the last pre-emption.
       stop_tokens: ids that end the request: EOS unless ignored, and stop_token_ids.
       block_ids: blocks that hold its tokens, in order; empty while it waits.
       block_hashes: digests of its full blocks, as far as they were asked for.
@@ -67,6 +68,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_hashed_blocks",
+        "num_lost_tokens",
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
@@ -98,10 +100,10 @@ class Request:
             raise ValueError(f"cache_salt='' of request {request_id!r} must not be empty; None means no salt.")
         self.request_id = request_id
         self.sampling_params = sampling_params
-        self.eos_token_id = None if sampling_params.ignore_eos else eos_token_id
-        self.stop_tokens = frozenset(sampling_params.stop_token_ids or ()) | (
-            frozenset() if self.eos_token_id is None else {self.eos_token_id}
-        )
+        self.eos_token_id = eos_token_id
+        self.stop_tokens = frozenset(sampling_params.stop_token_ids or ())
+        if eos_token_id is not None and not sampling_params.ignore_eos:
+            self.stop_tokens |= {eos_token_id}
         self.arrival_time = arrival_time
         self.priority = priority
         self.cache_salt = cache_salt
@@ -117,6 +119,7 @@ class Request:
         self.num_output_placeholders = 0
         self.num_cached_tokens = -1
         self.num_preemptions = 0
+        self.num_lost_tokens = 0
 
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = []

@@ -60,11 +60,12 @@ class Scheduler:
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
         self._num_preemptions = 0
+        self._num_recomputed_tokens = 0
 
     # ---- requests come and go
 
     def add_request(self, request: Request) -> None:
-        """Let a request wait for admission.
+        """Let a request wait for admission. An id is used once: a step in flight may still speak of an ended request.
 
         Raises:
           ValueError: it can never fit, or its id is in use; names value, limit and remedy.
@@ -140,7 +141,9 @@ class Scheduler:
         """Index of the running request to pre-empt: the last one, or the least urgent one."""
         if self.config.policy == "fcfs":
             return len(self.running) - 1
-        return max(range(len(self.running)), key=lambda i: (self.running[i].priority, self.running[i].arrival_time))
+        # By id among equals, as in the queue: vLLM takes the first of them here, and two requests that arrived together
+        # can then pre-empt each other for ever.
+        return max(range(len(self.running)), key=lambda index: self.running[index].sort_key)
 
     def _preempt(self, victim: Request, step: _Step) -> None:
         """Take everything back from a request that has left the running list, also its part of this step."""
@@ -152,6 +155,7 @@ class Scheduler:
             self.kv.undo_publish(victim)  # vLLM keeps these hashes, and a resume hits blocks nobody computed
         self.kv.free(victim)
         victim.status = RequestStatus.PREEMPTED
+        victim.num_lost_tokens = victim.num_computed_tokens
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         self._num_preemptions += 1
@@ -162,7 +166,8 @@ class Scheduler:
         config = self.config
         while self.waiting and step.budget > 0 and len(self.running) < config.max_num_seqs:
             request = self.waiting.peek()
-            assert request.num_output_placeholders == 0, "schedule() was called with two steps in flight"
+            if request.num_output_placeholders:
+                return  # pre-empted with a token in flight: what it has to compute again is not known yet
             hit_block_ids = self.kv.get_computed_blocks(request)
             num_hit = len(hit_block_ids) * self.kv.block_size
             num_new = request.num_tokens - num_hit
@@ -184,6 +189,7 @@ class Scheduler:
     def _admit(self, request: Request, num_hit: int) -> None:
         self.running.append(request)
         request.num_computed_tokens = num_hit
+        self._num_recomputed_tokens += max(request.num_lost_tokens - num_hit, 0)
         if self.kv.enable_prefix_caching and request.reads_prefix_cache:
             self._num_queried_tokens += request.num_tokens
             self._num_hit_tokens += num_hit
@@ -210,6 +216,7 @@ class Scheduler:
                     request.sampling_params,
                     request.block_ids.copy(),
                     request.num_computed_tokens,
+                    request.eos_token_id,
                 )
                 for request in new
             ],
@@ -274,6 +281,7 @@ class Scheduler:
             prefix_cache_queries=self._num_queried_tokens,
             prefix_cache_hits=self._num_hit_tokens,
             num_preemptions=self._num_preemptions,
+            num_recomputed_tokens=self._num_recomputed_tokens,
             num_scheduled_tokens=num_scheduled_tokens,
         )
 

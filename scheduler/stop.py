@@ -11,10 +11,9 @@ def check_stop(request: Request) -> RequestStatus | None:
     params = request.sampling_params
     if request.num_output_tokens >= params.min_tokens:
         last = request.all_token_ids[-1]
-        if last == request.eos_token_id:
-            return RequestStatus.FINISHED_STOPPED
         if last in request.stop_tokens:
-            request.stop_reason = last
+            is_eos = last == request.eos_token_id and not params.ignore_eos
+            request.stop_reason = None if is_eos else last
             return RequestStatus.FINISHED_STOPPED
     if request.num_tokens >= request.max_num_tokens:
         return RequestStatus.FINISHED_LENGTH_CAPPED

@@ -11,6 +11,7 @@ import argparse
 import json
 import platform
 import subprocess
+import sys
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -86,3 +87,73 @@ def time_workload(engine: Engine, model: str, kind: str, repeats: int, temperatu
         floor_s=floor,
         floor_ratio=floor / seconds,
     )
+
+
+def check_backend(model: str) -> dict:
+    """scripts/check_backend.py in a process of its own, since the engine's core will want the whole GPU."""
+    command = [sys.executable, str(HERE / "check_backend.py"), "--model", model]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode not in (0, 1) or not done.stdout.strip():
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Check, start the engine, time every workload; prints a line each."""
+    check = check_backend(args.model)
+    print("check:", json.dumps(check), flush=True)
+    start = time.perf_counter()
+    engine = Engine(
+        str(workloads.write_config(args.model)),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=16384,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        enable_prefix_caching=False,
+    )
+    startup = time.perf_counter() - start
+    print(f"engine ready after {startup:.1f} s", flush=True)
+    rows = []
+    for kind in args.workload:
+        row = time_workload(engine, args.model, kind, args.repeats, args.temperature)
+        rows.append(row)
+        print(
+            f"{row.model:14} {row.kind:13} {row.s:8.3f} s  vLLM {row.vllm_s:7.3f} s  x{row.vllm_ratio:.2f}  "
+            f"floor {row.floor_ratio:.0%}  {row.out_tok_s:8.0f} out tok/s",
+            flush=True,
+        )
+    metrics = {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
+    engine.shutdown()
+    return {
+        "commit": args.commit,
+        "versions": {p: version(p) for p in ("jax", "jaxlib", "flax")} | {"python": platform.python_version()},
+        "gpu": args.gpu,
+        "options": {"temperature": args.temperature, "gpu_memory_utilization": args.gpu_memory_utilization},
+        "startup_s": startup,
+        "check": check,
+        "results": [asdict(row) for row in rows],
+        "metrics": metrics,
+    }
+
+
+def main() -> None:
+    """Parse the command line, run, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=workloads.MODELS, default="qwen3-0.6b")
+    parser.add_argument("--workload", choices=workloads.KINDS, nargs="+", default=list(workloads.KINDS))
+    parser.add_argument("--repeats", type=int, default=2, help="timed runs after one untimed run; the best counts")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
+    parser.add_argument("--gpu", default="one NVIDIA H200")
+    parser.add_argument("--commit", default="unknown", help="recorded with the results")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    result = run(args)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

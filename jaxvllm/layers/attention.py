@@ -52,6 +52,7 @@ class Attention(nnx.Module):
             metadata.query_start_loc,
             metadata.num_decodes,
             metadata.num_reqs,
+            metadata.work,
             scale=self.scale,
             sliding_window=context.sliding_window,
             soft_cap=self.soft_cap,

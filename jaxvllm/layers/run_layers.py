@@ -78,6 +78,11 @@ class LayerContext:
     sliding_window: int | jax.Array | None
 
 
+def default_unroll() -> bool:
+    """Whether run_layers unrolls where nobody chose: everywhere but on a CPU."""
+    return jax.default_backend() != "cpu"
+
+
 def run_layers(
     layers: nnx.Module,
     hidden: jax.Array,
@@ -103,7 +108,6 @@ def run_layers(
     """
     graphdef, state = nnx.split(layers)
     weights = nnx.to_pure_dict(state)
-    layer_numbers = jnp.arange(len(kind_of_layer), dtype=jnp.int32)
 
     def run_layer(weights, hidden, kv_cache, inputs, layer, kind):
         return nnx.merge(graphdef, weights)(hidden, kv_cache, inputs.at(layer, kind))
@@ -112,7 +116,8 @@ def run_layers(
         run_one = jax.jit(run_layer, static_argnames="kind")
         for i, kind in enumerate(kind_of_layer):
             of_layer = jax.tree.map(lambda w, i=i: w[i], weights)
-            hidden, kv_cache = run_one(of_layer, hidden, kv_cache, inputs, layer_numbers[i], kind=kind)
+            # A constant: an element of an array would be one more kernel a layer.
+            hidden, kv_cache = run_one(of_layer, hidden, kv_cache, inputs, jnp.array(i, jnp.int32), kind=kind)
         return hidden, kv_cache
 
     is_uniform = len(set(kind_of_layer)) == 1
@@ -122,4 +127,4 @@ def run_layers(
         of_layer, layer, kind = per_layer
         return run_layer(of_layer, *carry, inputs, layer, kind_of_layer[0] if is_uniform else kind), None
 
-    return jax.lax.scan(step, (hidden, kv_cache), (weights, layer_numbers, kinds))[0]
+    return jax.lax.scan(step, (hidden, kv_cache), (weights, jnp.arange(len(kind_of_layer), dtype=jnp.int32), kinds))[0]

@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +32,8 @@ def dummy_params(
     for name, spec in specs.items():
         # rbg bits cost next to nothing to compile and to draw; threefry on 8 billion numbers takes seconds.
         key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), zlib.crc32(name.encode()))
-        draw = jax.jit(
-            partial(_draw, spec.shape, np.dtype(dtype if dtype is not None else spec.dtype), spec.init),
-            out_shardings=sharding(spec),
-        )
-        params[name] = draw(key)
+        draw = jax.jit(_draw, static_argnums=(0, 1, 2), out_shardings=sharding(spec))
+        params[name] = draw(spec.shape, np.dtype(dtype if dtype is not None else spec.dtype), spec.init, key)
     return params
 
 

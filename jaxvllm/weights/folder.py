@@ -82,7 +82,9 @@ def open_folder(folder: Path) -> FolderCheckpoint:
 def _open_indexed(folder: Path, index: Path, kind: _Format) -> FolderCheckpoint:
     """Read each tensor from the file that the index assigns it to, and from no other."""
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        if not all(isinstance(name, str) and Path(name).name == name for name in weight_map.values()):
+            raise ValueError("a weight_map value is no plain file name")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index}: broken index ({error!r}); download the file again") from error
     opened = {}

@@ -62,7 +62,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "num_hidden_layers": required("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": metadata.get(f"{arch}.attention.head_count_kv", num_heads),
-        "head_dim": metadata.get(f"{arch}.attention.key_length", required("embedding_length") // num_heads),
+        "head_dim": metadata.get(f"{arch}.attention.key_length"),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": required("context_length"),
         "rms_norm_eps": _short(required("attention.layer_norm_rms_epsilon")),

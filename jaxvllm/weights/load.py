@@ -1,8 +1,8 @@
 """load_params: checkpoint tensors into the declared parameters, stacked by layer and merged as declared."""
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -17,12 +17,16 @@ _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(.*\.)?position_ids")
 _HEAD = "lm_head.weight"
 _EMBEDDING_SUFFIX = "embed_tokens.weight"
 _MAX_LISTED = 8
+_NUM_READERS = 8
+# Elements of a tile, along the axis that is contiguous in the target and in the part (measured on 14336 x 4096
+# bfloat16: 0.9 GB/s, against 0.25 without tiles).
+_TILE_TARGET, _TILE_PART = 32, 256
 
 
 def load_params(
     specs: Mapping[str, ParamSpec], checkpoint: Checkpoint, *, dtype: np.dtype | None = None, put: Put | None = None
 ) -> dict[str, jax.Array]:
-    """Read every declared parameter; one of them at a time is in host memory.
+    """Read every declared parameter; one of them at a time is in host memory, and up to 8 tensors on their way to it.
 
     Args:
       specs: parameter name -> declaration. With tied embeddings it declares no lm_head, and a stored one is ignored.
@@ -38,11 +42,12 @@ def load_params(
     _check(specs, stored, names, checkpoint)
     put = put or (lambda array, spec: jax.device_put(array))
     params = {}
-    for name, spec in specs.items():
-        array = _assemble(spec, checkpoint, names, np.dtype(dtype if dtype is not None else spec.dtype))
-        params[name] = put(array, spec)
-        # The transfer reads the host array: wait, so that two of them are never alive.
-        params[name].block_until_ready()
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        for name, spec in specs.items():
+            wanted = np.dtype(dtype if dtype is not None else spec.dtype)
+            params[name] = put(_assemble(spec, checkpoint, names, wanted, pool), spec)
+            # The transfer reads the host array: wait, so that two of them are never alive.
+            params[name].block_until_ready()
     return params
 
 
@@ -111,21 +116,56 @@ def _listed(items: list[str]) -> str:
     return ", ".join(sorted(items)[:_MAX_LISTED]) + more
 
 
-def _assemble(spec: ParamSpec, checkpoint: Checkpoint, names: Mapping[str, str], dtype: np.dtype) -> np.ndarray:
-    """Fill one parameter in host memory."""
+def _assemble(
+    spec: ParamSpec, checkpoint: Checkpoint, names: Mapping[str, str], dtype: np.dtype, pool: ThreadPoolExecutor
+) -> np.ndarray:
+    """Fill one parameter in host memory, several tensors at a time."""
     array = np.empty(spec.shape, dtype)
-    filled = 0
-    last_name, tensor = "", np.empty(0)
-    for layer, name, source in sorted(_sources(spec), key=lambda part: part[1]):
-        if name != last_name:  # A fused tensor fills several parts; sorting brings them together.
-            last_name, tensor = name, checkpoint.read(names[name])
-        target = array if layer is None else array[layer]
-        part = source.convert(tensor)
-        # NumPy would broadcast a part that is too small, and the rest would be right by luck only.
-        if target[source.index].shape != part.shape:
-            raise ValueError(f"{name}: converted to {part.shape}, declared to fill {target[source.index].shape}")
-        target[source.index] = part
-        filled += part.size
-    if filled != math.prod(spec.shape):
-        raise ValueError(f"declaration of {spec.shape} from {[s.name for s in spec.sources]} covers {filled} elements")
+    parts: dict[str, list[tuple[int | None, CheckpointTensor]]] = {}
+    for layer, name, source in _sources(spec):
+        parts.setdefault(name, []).append((layer, source))
+
+    def fill(name: str) -> int:
+        """Read one tensor, put it where it belongs; returns how many elements it filled."""
+        tensor = checkpoint.read(names[name])
+        filled = 0
+        for layer, source in parts[name]:
+            # The ellipsis keeps a view where the index picks a single element.
+            target = (array if layer is None else array[layer])[source.index][...]
+            part = source.convert(tensor)
+            # NumPy would broadcast a part that is too small, and the rest would be right by luck only.
+            if target.shape != part.shape:
+                raise ValueError(f"{name}: converted to {part.shape}, declared to fill {target.shape}")
+            copy_tiled(target, part)
+            filled += part.size
+        return filled
+
+    if sum(pool.map(fill, parts)) != array.size:
+        raise ValueError(f"the declared sources {[s.name for s in spec.sources]} do not cover {spec.shape} exactly")
     return array
+
+
+def copy_tiled(target: np.ndarray, part: np.ndarray) -> None:
+    """target[...] = part, four times as fast where part is a transposed view.
+
+    NumPy walks the target in order and jumps through the part; in tiles, both stay in the cache.
+    """
+    if target.dtype == part.dtype:  # Plain integers: a copy of a custom dtype may hold the GIL.
+        target, part = (x.view(f"u{x.itemsize}") for x in (target, part))
+    target_axis, part_axis = _contiguous_axis(target), _contiguous_axis(part)
+    if target_axis == part_axis:
+        target[...] = part
+        return
+    index = [slice(None)] * target.ndim
+    # The part is the file: go through it from front to back.
+    for i in range(0, target.shape[target_axis], _TILE_TARGET):
+        index[target_axis] = slice(i, i + _TILE_TARGET)
+        for j in range(0, target.shape[part_axis], _TILE_PART):
+            index[part_axis] = slice(j, j + _TILE_PART)
+            target[tuple(index)] = part[tuple(index)]
+
+
+def _contiguous_axis(array: np.ndarray) -> int:
+    """The axis with the shortest stride; 0 for a scalar."""
+    strides = [s if n > 1 else np.inf for n, s in zip(array.shape, array.strides, strict=True)]
+    return int(np.argmin(strides)) if strides else 0

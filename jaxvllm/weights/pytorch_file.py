@@ -8,9 +8,8 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -29,8 +28,14 @@ _STORAGE_DTYPES: Mapping[str, np.dtype] = {
 }
 
 
-@dataclass(frozen=True)
-class _Storage:
+# What the pickle gets hold of is immutable and without a __dict__: it could set attributes on anything else.
+class _StorageType(NamedTuple):
+    """Stands for torch.FloatStorage and its like."""
+
+    name: str
+
+
+class _Storage(NamedTuple):
     """A run of numbers in the archive."""
 
     key: str
@@ -38,8 +43,7 @@ class _Storage:
     num_elements: int
 
 
-@dataclass(frozen=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """A strided view of a storage; offset and strides in elements."""
 
     storage: _Storage
@@ -48,21 +52,31 @@ class _Tensor:
     strides: tuple[int, ...]
 
 
-def _rebuild_tensor(storage: _Storage, offset: int, shape: tuple, strides: tuple, *_: Any) -> _Tensor:
-    if not isinstance(storage, _Storage):
-        raise pickle.UnpicklingError("a tensor without a storage")
-    return _Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
+class _RebuildTensor:
+    """Stands for torch._utils._rebuild_tensor_v2."""
+
+    __slots__ = ()
+
+    def __call__(self, storage: _Storage, offset: int, shape: tuple, strides: tuple, *_: Any) -> _Tensor:
+        if not isinstance(storage, _Storage):
+            raise pickle.UnpicklingError("a tensor without a storage")
+        return _Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
 
 
-def _rebuild_parameter(data: _Tensor, *_: Any) -> _Tensor:
-    return data
+class _RebuildParameter:
+    """Stands for torch._utils._rebuild_parameter."""
+
+    __slots__ = ()
+
+    def __call__(self, data: _Tensor, *_: Any) -> _Tensor:
+        return data
 
 
 _ALLOWED: Mapping[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    **{("torch", name): dtype for name, dtype in _STORAGE_DTYPES.items()},
+    ("torch._utils", "_rebuild_tensor_v2"): _RebuildTensor(),
+    ("torch._utils", "_rebuild_parameter"): _RebuildParameter(),
+    **{("torch", name): _StorageType(name) for name in _STORAGE_DTYPES},
 }
 
 
@@ -75,9 +89,9 @@ class _Unpickler(pickle.Unpickler):
         return _ALLOWED[module_name, global_name]
 
     def persistent_load(self, pid: Any, /) -> _Storage:
-        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[1], np.dtype):
+        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[1], _StorageType):
             raise pickle.UnpicklingError("a persistent id that is no storage")
-        return _Storage(str(pid[2]), pid[1], int(pid[4]))
+        return _Storage(str(pid[2]), _STORAGE_DTYPES[pid[1].name], int(pid[4]))
 
 
 class PytorchFile:
@@ -101,13 +115,13 @@ class PytorchFile:
             ) from error
         except pickle.UnpicklingError as error:
             raise ValueError(f"{path}: refused: {error}; use the model's safetensors") from error
-        except (EOFError, TypeError, ValueError, AttributeError, KeyError, LookupError) as error:
+        except Exception as error:  # A damaged pickle raises whatever its first wrong opcode stumbles over.
             raise ValueError(f"{path}: damaged pickle ({error!r}); download it again") from error
         if not isinstance(state, Mapping):
             raise ValueError(
                 f"{path}: holds {type(state).__name__}, not a dict of tensors; use the model's safetensors"
             )
-        self._tensors = {str(name): value for name, value in state.items() if isinstance(value, _Tensor)}
+        self._tensors = {str(name): value for name, value in dict(state).items() if isinstance(value, _Tensor)}
         self._check_byte_order()
         self._check_storages()
 
@@ -121,13 +135,15 @@ class PytorchFile:
         sizes = {info.filename: info.file_size for info in self._zip.infolist()}
         for name, tensor in self._tensors.items():
             storage = tensor.storage
-            spans = [(n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True)]
-            is_empty = 0 in tensor.shape
-            is_inside = tensor.offset >= 0 and min(spans, default=0) >= 0
-            end = 0 if is_empty else tensor.offset + sum(spans) + 1
+            # The comparisons below hold for what is not negative; a shape and its strides go together.
+            is_plain = len(tensor.shape) == len(tensor.strides) and (
+                min(tensor.offset, *tensor.shape, *tensor.strides, 0) == 0
+            )
+            spans = [(n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=False)]
+            end = 0 if 0 in tensor.shape else tensor.offset + sum(spans) + 1
             available = sizes.get(f"{self._prefix}data/{storage.key}", -1)
             needed = storage.num_elements * storage.dtype.itemsize
-            if not is_inside or end > storage.num_elements or needed > available:
+            if not is_plain or end > storage.num_elements or needed > available:
                 raise ValueError(f"{self._path}: tensor {name!r} lies outside its data; download the file again")
 
     @property

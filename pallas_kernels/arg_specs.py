@@ -1,0 +1,99 @@
+"""The shapes that the kernels are for: what lowering tests and benchmarks go through."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.validation import Kind
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The attention sizes of a model."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The padded sizes of a step."""
+
+    kind: Kind
+    num_tokens: int
+    num_rows: int
+
+
+HEAD_SHAPES = (
+    HeadShape("qwen3-0.6b", 16, 8, 128),
+    HeadShape("llama-3.1-8b", 32, 8, 128),
+    HeadShape("smollm2-135m", 9, 3, 64),
+    HeadShape("qwen2-7b", 28, 4, 128),
+    HeadShape("llama-2-7b", 32, 32, 128),
+    HeadShape("qwen2.5-32b", 40, 8, 128),
+    HeadShape("llama-3.1-70b", 64, 8, 128),
+    HeadShape("llama-3.2-1b", 32, 8, 64),
+)
+
+BUCKETS = (
+    Bucket("decode", 1, 1),
+    Bucket("decode", 4, 4),
+    Bucket("decode", 256, 256),
+    Bucket("decode", 1024, 1024),
+    Bucket("mixed", 16, 8),
+    Bucket("mixed", 2048, 256),
+    Bucket("mixed", 16384, 8),
+    Bucket("mixed", 16384, 1024),
+)
+
+
+@dataclass(frozen=True)
+class StepSpecs:
+    """Abstract arguments of the ops, [T, ...] first, for one bucket of one model."""
+
+    q: jax.ShapeDtypeStruct
+    k: jax.ShapeDtypeStruct
+    v: jax.ShapeDtypeStruct
+    kv_cache: jax.ShapeDtypeStruct
+    slot_mapping: jax.ShapeDtypeStruct
+    layer: jax.ShapeDtypeStruct
+    block_tables: jax.ShapeDtypeStruct
+    seq_lens: jax.ShapeDtypeStruct
+    query_start_loc: jax.ShapeDtypeStruct
+    num_decodes: jax.ShapeDtypeStruct
+    num_reqs: jax.ShapeDtypeStruct
+
+    def all(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """In the order of the fields."""
+        return tuple(vars(self).values())
+
+
+def step_specs(
+    heads: HeadShape, bucket: Bucket, *, block_size: int = 16, max_model_len: int = 16384, num_blocks: int = 4096
+) -> StepSpecs:
+    """The arguments of write_kv_cache and paged_attention in one bucket, bf16 and int32."""
+    tokens, rows = bucket.num_tokens, bucket.num_rows
+    new = (tokens, heads.num_kv_heads, heads.head_dim)
+
+    def floats(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    return StepSpecs(
+        q=floats(tokens, heads.num_heads, heads.head_dim),
+        k=floats(*new),
+        v=floats(*new),
+        kv_cache=floats(28, num_blocks, 2, heads.num_kv_heads, block_size, heads.head_dim),
+        slot_mapping=ints(tokens),
+        layer=ints(),
+        block_tables=ints(rows, -(-max_model_len // block_size)),
+        seq_lens=ints(rows),
+        query_start_loc=ints(rows + 1),
+        num_decodes=ints(),
+        num_reqs=ints(),
+    )

@@ -1,0 +1,14 @@
+"""A model split over two devices computes what one device computes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_llama_on_two_devices_gives_the_logits_of_one():
+    script = Path(__file__).with_name("sharded_logits.py")
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "equal"
