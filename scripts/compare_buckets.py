@@ -122,7 +122,7 @@ def run_policy(policy: BucketPolicy, workload: Workload, config: ModelConfig, ar
     runner = ModelRunner(
         lambda traced: bind(model, traced),  # pyright: ignore[reportArgumentType]
         params,
-        RunnerConfig(limits, policy, spec, strict_compile=True),
+        RunnerConfig(limits, policy, spec, config.num_heads, strict_compile=True),
     )
     runner.initialize_kv_cache(num_blocks)
     start = time.perf_counter()
