@@ -116,7 +116,7 @@ def run_policy(policy: BucketPolicy, workload: Workload, config: ModelConfig, ar
     """Compile the policy's programs, run the workload, and measure."""
     limits = BatchLimits(args.max_num_seqs, args.max_model_len, BLOCK_SIZE)
     num_blocks = 1 + limits.max_blocks * args.max_num_seqs
-    model = get_model_class(config.architecture)(config)
+    model = get_model_class(config.architecture)(config)  # pyright: ignore[reportCallIssue]
     spec = KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, jnp.dtype(config.dtype))
     params = dummy_params(param_specs(model))
     runner = ModelRunner(
