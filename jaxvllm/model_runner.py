@@ -1,6 +1,7 @@
 """Owns what lives on the device (weights, KV pool, rows) and runs one compiled program per step."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class RunnerConfig:
       num_heads: query heads of the model; the attention kernels' work is cut by them.
       backend: of the attention ops.
       strict_compile: a compile after warm-up is an error.
-      num_compile_threads: used by warm_up.
+      num_compile_threads: used by warm_up, at most one a CPU.
     """
 
     limits: BatchLimits
@@ -119,7 +120,8 @@ class ModelRunner:
 
     def warm_up(self) -> Iterator[ProgramKey]:
         """Compile all programs ahead, giving each key when it is ready. Without it they compile at first use."""
-        return self.programs.compile_all(self.program_keys(), self.config.num_compile_threads)
+        num_threads = min(self.config.num_compile_threads, os.cpu_count() or 1)
+        return self.programs.compile_all(self.program_keys(), num_threads)
 
     def execute(self, plan: StepPlan) -> StepHandle:
         """Dispatch a step and return at once; plans must come in the order in which they were built."""
