@@ -122,9 +122,7 @@ def test_a_larger_bucket_changes_nothing():
 
 @pytest.mark.parametrize("pad_tokens", [0, 3])
 def test_write_touches_the_slots_of_real_tokens_only(pad_tokens):
-    case = bf16_case(
-        np.random.default_rng(10), MIXED, pad_tokens=pad_tokens, num_heads=3, num_kv_heads=3, head_dim=64
-    )
+    case = bf16_case(np.random.default_rng(10), MIXED, pad_tokens=pad_tokens, num_heads=3, num_kv_heads=3, head_dim=64)
     floats = [jnp.asarray(x, jnp.bfloat16) for x in (case.k, case.v, case.kv_cache)]
     got = jax.jit(write_kv_cache, static_argnames="backend")(*floats, case.slot_mapping, case.layer, backend=BACKEND)
     expected = case.kv_cache.copy()
