@@ -127,6 +127,7 @@ def paged_decode(
         mesh=plgpu.Mesh(grid=(num_ctas,), grid_names=("cta",), num_threads=2, thread_name="warpgroup"),
         compiler_params=_COMPILER_PARAMS,
         interpret=interpret,
+        name="paged_decode",
     )(*operands)
     if config.merge == "kernel":
         out_ref = jax.new_ref(out, memory_space=plgpu.GMEM)
@@ -136,6 +137,7 @@ def paged_decode(
             mesh=plgpu.Mesh(grid=(num_ctas,), grid_names=("cta",)),
             compiler_params=_COMPILER_PARAMS,
             interpret=interpret,
+            name="paged_decode_merge",
         )(seq_lens, work.starts, work.stretch, partials, out_ref)
         out = jax.freeze(out_ref)
     return out.reshape(q.shape)

@@ -98,6 +98,7 @@ def paged_prefill(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
+        name="paged_prefill",
     )(q, kv_cache, block_tables, layer.reshape(1), work.tiles, work.num_tiles, out_ref)
     return jax.freeze(out_ref)
 

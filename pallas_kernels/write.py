@@ -57,6 +57,7 @@ def write_kv_cache(
         out_type=(),
         mesh=plgpu.Mesh(grid=(num_tokens // tokens,), grid_names=("cta",)),
         interpret=interpret,
+        name="write_kv_cache",
     )(k, v, slot_mapping, layer.reshape(1), cache_ref)
     return jax.freeze(cache_ref)
 
