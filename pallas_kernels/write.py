@@ -56,6 +56,7 @@ def write_kv_cache(
         body,
         out_type=(),
         mesh=plgpu.Mesh(grid=(num_tokens // tokens,), grid_names=("cta",)),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         name="write_kv_cache",
     )(k, v, slot_mapping, layer.reshape(1), cache_ref)
