@@ -76,10 +76,12 @@ def compute_step_logits(
     backend: Backend,
     num_heads: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Forward pass of a step whose changes are in device_state: f32[R, V] logits of each row's last token, and the cache.
+    """Forward pass of a step whose changes are in device_state already.
 
     Args:
       plan: the unpacked buffer.
+
+    Returns: f32[R, V] logits of each row's last token, and the cache.
     """
     num_kv_heads, block_size = kv_cache.shape[3:5]
     metadata = _attention_metadata(plan, device_state, key, backend)
