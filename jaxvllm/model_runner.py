@@ -94,7 +94,7 @@ class ModelRunner:
         self._num_blocks = 0
         self.kv_cache: jax.Array | None = None
         self.device_state: DeviceState | None = None
-        self._compiler_options = compiler_options(next(iter(params.values())).devices().pop().platform)
+        self._compiler_options = compiler_options(jax.tree.leaves(params)[0].devices().pop().platform)
         self.programs = CompileCache(self._lower, self._compiler_options, config.strict_compile)
 
     def workspace_bytes(self) -> int:
@@ -144,7 +144,7 @@ class ModelRunner:
     def _lower_step(self, key: BucketKey, num_blocks: int) -> jax.stages.Lowered:
         config = self.config
         layout = PlanLayout.make(key, config.limits)
-        params = {name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding) for name, p in self._params.items()}
+        params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), self._params)
         kv_cache = jax.ShapeDtypeStruct(config.kv_cache.shape(num_blocks), config.kv_cache.dtype)
         buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         step = make_step(self._bind, key, layout, config.backend, config.num_heads)
