@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import ATOM, LOG2E, MIN_SCORE, Ref, div, full, pl, plgpu, swizzled_smem
+from pallas_kernels.common import ATOM, COPIES_OF_WARPS, LOG2E, MIN_SCORE, Ref, div, full, pl, plgpu, swizzled_smem
 from pallas_kernels.tuning import DecodeConfig
 from pallas_kernels.work_lists import DecodeWork
 
@@ -174,7 +174,11 @@ def _attend(statics: _Statics, *refs: Ref) -> None:
 
         @pl.when(warpgroup == 1)
         def _():
-            plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: _copy_tiles(statics, inputs, scratch)))
+            def warp_body(warp: jax.Array) -> None:
+                for i, copies in enumerate(COPIES_OF_WARPS[config.copy_warps]):
+                    pl.when(warp == i)(functools.partial(_copy_tiles, statics, inputs, scratch, copies))
+
+            plgpu.warp_map(warp_body)
 
     stages = config.stages
     pl.run_scoped(
@@ -221,10 +225,11 @@ def _cta_of_tile(stretch_ref: Ref, tile: jax.Array) -> jax.Array:
     return jnp.where(beyond < 0, div(tile, large), num_large + div(jnp.maximum(beyond, 0), small))
 
 
-def _copy_tiles(statics: _Statics, inputs: tuple[Ref, ...], scratch: tuple[Ref, ...]) -> None:
-    """One warp: the q of each item and the K and V blocks of each tile of the stretch, as buffers become free."""
+def _copy_tiles(statics: _Statics, inputs: tuple[Ref, ...], scratch: tuple[Ref, ...], copies: tuple[int, ...]) -> None:
+    """One warp: the K (0) or V (1) blocks of each tile of the stretch, as buffers become free; with K each item's q."""
     q_ref, cache_ref, tables_ref, lens_ref, layer_ref, _, starts_ref, _ = inputs
     q_smem, k_smem, v_smem, _, _, _, q_full, k_full, v_full, q_free, k_free, v_free = scratch
+    rings = [((k_smem, k_full, k_free), (v_smem, v_full, v_free))[kv] for kv in copies]
     stages, block_size, per_tile = statics.config.stages, statics.block_size, statics.blocks_per_tile
     num_kv_heads = jnp.int32(statics.num_kv_heads)
     last_item = statics.num_rows * statics.num_kv_heads - 1
@@ -252,7 +257,8 @@ def _copy_tiles(statics: _Statics, inputs: tuple[Ref, ...], scratch: tuple[Ref, 
         slot = lax.rem(k, jnp.int32(stages))
         head = lax.rem(item, num_kv_heads)
         is_new_item = jnp.logical_or(k == 0, index == 0)
-        pl.when(is_new_item)(lambda: copy_q(item, q_copied))
+        if 0 in copies:
+            pl.when(is_new_item)(lambda: copy_q(item, q_copied))
         # The next tile's block ids are read before anything is waited for: they come from device memory.
         ends = index + 1 >= num_tiles
         next_item = jnp.minimum(jnp.where(ends, item + 1, item), last_item)
@@ -260,7 +266,7 @@ def _copy_tiles(statics: _Statics, inputs: tuple[Ref, ...], scratch: tuple[Ref, 
         next_row = div(next_item, num_kv_heads)
         next_num_tiles = statics.num_tiles(lens_ref[next_row])
         next_blocks = blocks_of(next_row, next_index)
-        for kv, (smem, filled, free) in enumerate(((k_smem, k_full, k_free), (v_smem, v_full, v_free))):
+        for kv, (smem, filled, free) in zip(copies, rings, strict=True):
 
             @pl.when(k >= stages)
             def _(free: Ref = free):
@@ -278,14 +284,15 @@ def _copy_tiles(statics: _Statics, inputs: tuple[Ref, ...], scratch: tuple[Ref, 
 
     # Every completion of a barrier has to be waited for before the CTA ends.
     def drain(k: jax.Array, _: None) -> None:
-        plgpu.barrier_wait(k_free.at[lax.rem(k, jnp.int32(stages))])
-        plgpu.barrier_wait(v_free.at[lax.rem(k, jnp.int32(stages))])
+        for _, _, free in rings:
+            plgpu.barrier_wait(free.at[lax.rem(k, jnp.int32(stages))])
 
     def drain_q(k: jax.Array, _: None) -> None:
         plgpu.barrier_wait(q_free.at[lax.rem(k, jnp.int32(2))])
 
     lax.fori_loop(jnp.maximum(mine.num_tiles - stages, 0), mine.num_tiles, drain, None)
-    lax.fori_loop(jnp.maximum(q_copied - 2, 0), q_copied, drain_q, None)
+    if 0 in copies:
+        lax.fori_loop(jnp.maximum(q_copied - 2, 0), q_copied, drain_q, None)
 
 
 def _compute(

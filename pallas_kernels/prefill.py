@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import LOG2E, MIN_SCORE, Ref, div, full, pl, plgpu, swizzled_smem
+from pallas_kernels.common import COPIES_OF_WARPS, LOG2E, MIN_SCORE, Ref, div, full, pl, plgpu, swizzled_smem
 from pallas_kernels.tuning import PrefillConfig
 from pallas_kernels.work_lists import COMPUTE_WARPGROUPS, ROWS_PER_WARPGROUP, PrefillWork, tokens_per_warpgroup
 
@@ -125,7 +125,12 @@ def _attend(statics: _Statics, *refs: Ref) -> None:
         @pl.when(warpgroup == warpgroups)
         def _():
             plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
-            plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: _copy_tiles(statics, refs, scratch)))
+
+            def warp_body(warp: jax.Array) -> None:
+                for i, copies in enumerate(COPIES_OF_WARPS[config.copy_warps]):
+                    pl.when(warp == i)(functools.partial(_copy_tiles, statics, refs, scratch, copies))
+
+            plgpu.warp_map(warp_body)
 
     q_copies = 1 if config.copy_whole_tiles else statics.tokens
     p_scratch = None if config.p_in_registers else smem(warpgroups, rows, config.tile)
@@ -184,10 +189,11 @@ def _query_tile(statics: _Statics, tiles_ref: Ref, r: jax.Array) -> _QueryTile:
     )
 
 
-def _copy_tiles(statics: _Statics, refs: tuple[Ref, ...], scratch: tuple[Ref, ...]) -> None:
-    """One warp: q of each query tile and all K and V tiles that it sees, as buffers become free."""
+def _copy_tiles(statics: _Statics, refs: tuple[Ref, ...], scratch: tuple[Ref, ...], copies: tuple[int, ...]) -> None:
+    """One warp: all K (0) or V (1) tiles that each query tile sees, as buffers become free; with K its q."""
     q_ref, cache_ref, tables_ref, layer_ref, tiles_ref, num_tiles_ref, _ = refs
     q_in, _, _, k_smem, v_smem, _, q_full, q_free, k_full, v_full, k_free, v_free, _, _ = scratch
+    rings = [((k_smem, k_full, k_free), (v_smem, v_full, v_free))[kv] for kv in copies]
     config, block_size, per_tile = statics.config, statics.block_size, statics.blocks_per_tile
     stages = jnp.int32(config.stages)
     layer = layer_ref[0]
@@ -209,12 +215,13 @@ def _copy_tiles(statics: _Statics, refs: tuple[Ref, ...], scratch: tuple[Ref, ..
 
     def query_body(r: jax.Array, copied: jax.Array) -> jax.Array:
         query = _query_tile(statics, tiles_ref, r)
-        copy_q(query, r)
+        if 0 in copies:
+            copy_q(query, r)
 
         def copy_tile(i: jax.Array, blocks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             slot = lax.rem(copied + i, stages)
             next_blocks = blocks_of(query, i + 1)  # before anything is waited for: they come from device memory
-            for kv, (smem, filled, free) in enumerate(((k_smem, k_full, k_free), (v_smem, v_full, v_free))):
+            for kv, (smem, filled, free) in zip(copies, rings, strict=True):
 
                 @pl.when(copied + i >= stages)
                 def _(free: Ref = free):
@@ -234,15 +241,17 @@ def _copy_tiles(statics: _Statics, refs: tuple[Ref, ...], scratch: tuple[Ref, ..
 
     # Every completion of a barrier has to be waited for before the CTA ends.
     def drain(i: jax.Array, _: None) -> None:
-        plgpu.barrier_wait(k_free.at[lax.rem(i, stages)])
-        plgpu.barrier_wait(v_free.at[lax.rem(i, stages)])
+        for _, _, free in rings:
+            plgpu.barrier_wait(free.at[lax.rem(i, stages)])
 
     lax.fori_loop(jnp.maximum(copied - stages, 0), copied, drain, None)
 
-    @pl.when(num_rounds > 0)
-    def _():
-        for warpgroup in range(COMPUTE_WARPGROUPS):
-            plgpu.barrier_wait(q_free.at[warpgroup])
+    if 0 in copies:
+
+        @pl.when(num_rounds > 0)
+        def _():
+            for warpgroup in range(COMPUTE_WARPGROUPS):
+                plgpu.barrier_wait(q_free.at[warpgroup])
 
 
 def _num_steps(statics: _Statics, query: _QueryTile) -> jax.Array:

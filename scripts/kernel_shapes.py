@@ -87,11 +87,13 @@ DECODE_CONFIGS: dict[str, DecodeConfig] = {
     "waves-2": replace(_BASE, num_ctas=4 * NUM_SMS),
     "waves-4": replace(_BASE, num_ctas=8 * NUM_SMS),
     "tile-128": replace(_BASE, tile=128, stages=3, num_ctas=NUM_SMS),
-    "stages-2": replace(_BASE, stages=2),
+    "two-copy-warps": replace(_BASE, copy_warps=2),
 }
 PREFILL_CONFIGS: dict[str, PrefillConfig] = {
     "default": H200.prefill,
     "pingpong": replace(H200.prefill, pingpong=not H200.prefill.pingpong),
+    "two-copy-warps": replace(H200.prefill, copy_warps=2),
+    "pingpong two-copy-warps": replace(H200.prefill, pingpong=True, copy_warps=2),
     "one-tile-a-cta": replace(H200.prefill, num_ctas=64 * NUM_SMS),
 }
 # The variants run on these; the default on all.
