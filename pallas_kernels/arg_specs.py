@@ -33,8 +33,8 @@ HEAD_SHAPES = (
     HeadShape("smollm2-135m", 9, 3, 64),
     HeadShape("qwen2-7b", 28, 4, 128),
     HeadShape("llama-2-7b", 32, 32, 128),
-    HeadShape("qwen2.5-32b", 40, 8, 128),
     HeadShape("llama-3.1-70b", 64, 8, 128),
+    HeadShape("qwen2.5-32b", 40, 8, 128),
     HeadShape("llama-3.2-1b", 32, 8, 64),
 )
 
@@ -65,10 +65,6 @@ class StepSpecs:
     query_start_loc: jax.ShapeDtypeStruct
     num_decodes: jax.ShapeDtypeStruct
     num_reqs: jax.ShapeDtypeStruct
-
-    def all(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """In the order of the fields."""
-        return tuple(vars(self).values())
 
 
 def step_specs(

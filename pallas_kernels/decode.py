@@ -10,27 +10,19 @@ Letters: T tokens  R rows  N query heads  K kv heads  H head_dim  G = N / K
 """
 
 import functools
-import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.common import ATOM, COPIES_OF_WARPS, LOG2E, MIN_SCORE, Ref, div, full, pl, plgpu, swizzled_smem
 from pallas_kernels.tuning import DecodeConfig
 from pallas_kernels.work_lists import DecodeWork
 
-# Rows of a swizzle atom: copies of swizzled tiles start at multiples of it.
-ATOM = 8
-_LOG2E = math.log2(math.e)
-# Finite: exp2(score - max) of a masked key must be 0 and not NaN.
-_MIN_SCORE = -1e30
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)
-
-Ref = Any
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ class _Statics:
         return self.config.tile // self.block_size
 
     def num_tiles(self, length: jax.Array) -> jax.Array:
-        return jnp.maximum(_div(length + (self.config.tile - 1), self.config.tile), 1)
+        return jnp.maximum(div(length + (self.config.tile - 1), self.config.tile), 1)
 
     def first_group_row(self, item: jax.Array) -> jax.Array | int:
         """Where the item's group lies among its columns."""
@@ -135,6 +127,7 @@ def paged_decode(
         mesh=plgpu.Mesh(grid=(num_ctas,), grid_names=("cta",), num_threads=2, thread_name="warpgroup"),
         compiler_params=_COMPILER_PARAMS,
         interpret=interpret,
+        name="paged_decode",
     )(*operands)
     if config.merge == "kernel":
         out_ref = jax.new_ref(out, memory_space=plgpu.GMEM)
@@ -144,6 +137,7 @@ def paged_decode(
             mesh=plgpu.Mesh(grid=(num_ctas,), grid_names=("cta",)),
             compiler_params=_COMPILER_PARAMS,
             interpret=interpret,
+            name="paged_decode_merge",
         )(seq_lens, work.starts, work.stretch, partials, out_ref)
         out = jax.freeze(out_ref)
     return out.reshape(q.shape)
@@ -158,17 +152,9 @@ def _as_rows(q: jax.Array, statics: _Statics) -> jax.Array:
     return jnp.pad(q, ((0, -q.shape[0] % ATOM), (0, 0)))
 
 
-def _div(a: jax.Array, b: jax.Array | int) -> jax.Array:
-    return lax.div(a, jnp.int32(b) if isinstance(b, int) else b)
-
-
 def _across_rows(row: jax.Array, like: jax.Array) -> jax.Array:
     """[columns] -> like.shape."""
     return lax.broadcast_in_dim(row, like.shape, [1])
-
-
-def _full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def _attend(statics: _Statics, *refs: Ref) -> None:
@@ -177,7 +163,7 @@ def _attend(statics: _Statics, *refs: Ref) -> None:
     atomic = config.merge == "atomic"
     arrivals_ref = refs[8] if atomic else None
     inputs, outputs = refs[:8], refs[-2:]
-    swizzled = (plgpu.TilingTransform((ATOM, 64)), plgpu.SwizzleTransform(128))
+    smem = functools.partial(swizzled_smem, dtype=dtype)
 
     def scoped(*scratch: Ref) -> None:
         warpgroup = lax.axis_index("warpgroup")
@@ -188,15 +174,19 @@ def _attend(statics: _Statics, *refs: Ref) -> None:
 
         @pl.when(warpgroup == 1)
         def _():
-            plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: _copy_tiles(statics, inputs, scratch)))
+            def warp_body(warp: jax.Array) -> None:
+                for i, copies in enumerate(COPIES_OF_WARPS[config.copy_warps]):
+                    pl.when(warp == i)(functools.partial(_copy_tiles, statics, inputs, scratch, copies))
+
+            plgpu.warp_map(warp_body)
 
     stages = config.stages
     pl.run_scoped(
         scoped,
-        plgpu.SMEM((2, statics.columns, head_dim), dtype, transforms=swizzled),  # q of this item and of the next
-        plgpu.SMEM((stages, config.tile, head_dim), dtype, transforms=swizzled),  # k
-        plgpu.SMEM((stages, config.tile, head_dim), dtype, transforms=swizzled),  # v
-        plgpu.SMEM((statics.columns, config.tile), dtype, transforms=swizzled),  # p
+        smem(2, statics.columns, head_dim),  # q of this item and of the next
+        smem(stages, config.tile, head_dim),  # k
+        smem(stages, config.tile, head_dim),  # v
+        smem(statics.columns, config.tile),  # p
         plgpu.SMEM((statics.columns, head_dim), dtype),  # o; not swizzled, so that its rows can go anywhere
         plgpu.SMEM((1,), jnp.int32),  # is this CTA the last to arrive
         plgpu.Barrier(num_barriers=2),  # q full
@@ -232,13 +222,14 @@ def _my_stretch(starts_ref: Ref, cta: jax.Array) -> _Stretch:
 def _cta_of_tile(stretch_ref: Ref, tile: jax.Array) -> jax.Array:
     large, small, num_large = stretch_ref[0], stretch_ref[1], stretch_ref[2]
     beyond = tile - large * num_large
-    return jnp.where(beyond < 0, _div(tile, large), num_large + _div(jnp.maximum(beyond, 0), small))
+    return jnp.where(beyond < 0, div(tile, large), num_large + div(jnp.maximum(beyond, 0), small))
 
 
-def _copy_tiles(statics: _Statics, inputs: tuple[Ref, ...], scratch: tuple[Ref, ...]) -> None:
-    """One warp: the q of each item and the K and V blocks of each tile of the stretch, as buffers become free."""
+def _copy_tiles(statics: _Statics, inputs: tuple[Ref, ...], scratch: tuple[Ref, ...], copies: tuple[int, ...]) -> None:
+    """One warp: the K (0) or V (1) blocks of each tile of the stretch, as buffers become free; with K each item's q."""
     q_ref, cache_ref, tables_ref, lens_ref, layer_ref, _, starts_ref, _ = inputs
     q_smem, k_smem, v_smem, _, _, _, q_full, k_full, v_full, q_free, k_free, v_free = scratch
+    rings = [((k_smem, k_full, k_free), (v_smem, v_full, v_free))[kv] for kv in copies]
     stages, block_size, per_tile = statics.config.stages, statics.block_size, statics.blocks_per_tile
     num_kv_heads = jnp.int32(statics.num_kv_heads)
     last_item = statics.num_rows * statics.num_kv_heads - 1
@@ -247,7 +238,7 @@ def _copy_tiles(statics: _Statics, inputs: tuple[Ref, ...], scratch: tuple[Ref, 
 
     def blocks_of(row: jax.Array, index: jax.Array) -> tuple[jax.Array, ...]:
         # Never past the row's last block: what the table holds there is not this row's.
-        last = jnp.maximum(_div(lens_ref[row] + (block_size - 1), block_size) - 1, 0)
+        last = jnp.maximum(div(lens_ref[row] + (block_size - 1), block_size) - 1, 0)
         return tuple(tables_ref[row, jnp.minimum(index * per_tile + j, last)] for j in range(per_tile))
 
     def copy_q(item: jax.Array, copied: jax.Array) -> None:
@@ -258,7 +249,7 @@ def _copy_tiles(statics: _Statics, inputs: tuple[Ref, ...], scratch: tuple[Ref, 
             plgpu.barrier_wait(q_free.at[slot])
 
         row = item * statics.q_rows
-        row = _div(row, ATOM) * ATOM if statics.q_rows < ATOM else row
+        row = div(row, ATOM) * ATOM if statics.q_rows < ATOM else row
         plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(row, statics.columns)], q_smem.at[slot], q_full.at[slot])
 
     def copy_tile(k: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -266,15 +257,16 @@ def _copy_tiles(statics: _Statics, inputs: tuple[Ref, ...], scratch: tuple[Ref, 
         slot = lax.rem(k, jnp.int32(stages))
         head = lax.rem(item, num_kv_heads)
         is_new_item = jnp.logical_or(k == 0, index == 0)
-        pl.when(is_new_item)(lambda: copy_q(item, q_copied))
+        if 0 in copies:
+            pl.when(is_new_item)(lambda: copy_q(item, q_copied))
         # The next tile's block ids are read before anything is waited for: they come from device memory.
         ends = index + 1 >= num_tiles
         next_item = jnp.minimum(jnp.where(ends, item + 1, item), last_item)
         next_index = jnp.where(ends, 0, index + 1)
-        next_row = _div(next_item, num_kv_heads)
+        next_row = div(next_item, num_kv_heads)
         next_num_tiles = statics.num_tiles(lens_ref[next_row])
         next_blocks = blocks_of(next_row, next_index)
-        for kv, (smem, full, free) in enumerate(((k_smem, k_full, k_free), (v_smem, v_full, v_free))):
+        for kv, (smem, filled, free) in zip(copies, rings, strict=True):
 
             @pl.when(k >= stages)
             def _(free: Ref = free):
@@ -282,24 +274,25 @@ def _copy_tiles(statics: _Statics, inputs: tuple[Ref, ...], scratch: tuple[Ref, 
 
             for j in range(per_tile):
                 rows = pl.ds(j * block_size, block_size)
-                plgpu.copy_gmem_to_smem(cache_ref.at[layer, blocks[j], kv, head], smem.at[slot, rows], full.at[slot])
+                plgpu.copy_gmem_to_smem(cache_ref.at[layer, blocks[j], kv, head], smem.at[slot, rows], filled.at[slot])
         return next_item, next_index, next_num_tiles, q_copied + jnp.where(is_new_item, 1, 0), next_blocks
 
-    row = _div(jnp.minimum(mine.first_item, last_item), num_kv_heads)
+    row = div(jnp.minimum(mine.first_item, last_item), num_kv_heads)
     start = (mine.first_item, mine.first_index, statics.num_tiles(lens_ref[row]), jnp.int32(0))
     carry = (*start, blocks_of(row, mine.first_index))
     q_copied = lax.fori_loop(0, mine.num_tiles, copy_tile, carry)[3]
 
     # Every completion of a barrier has to be waited for before the CTA ends.
     def drain(k: jax.Array, _: None) -> None:
-        plgpu.barrier_wait(k_free.at[lax.rem(k, jnp.int32(stages))])
-        plgpu.barrier_wait(v_free.at[lax.rem(k, jnp.int32(stages))])
+        for _, _, free in rings:
+            plgpu.barrier_wait(free.at[lax.rem(k, jnp.int32(stages))])
 
     def drain_q(k: jax.Array, _: None) -> None:
         plgpu.barrier_wait(q_free.at[lax.rem(k, jnp.int32(2))])
 
     lax.fori_loop(jnp.maximum(mine.num_tiles - stages, 0), mine.num_tiles, drain, None)
-    lax.fori_loop(jnp.maximum(q_copied - 2, 0), q_copied, drain_q, None)
+    if 0 in copies:
+        lax.fori_loop(jnp.maximum(q_copied - 2, 0), q_copied, drain_q, None)
 
 
 def _compute(
@@ -316,7 +309,7 @@ def _compute(
     def item_body(j: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         done, begin = carry  # tiles done in the stretch; where in this item the stretch begins
         item = mine.first_item + j
-        length = lens_ref[_div(item, statics.num_kv_heads)]
+        length = lens_ref[div(item, statics.num_kv_heads)]
         num_tiles = statics.num_tiles(length)
         end = jnp.minimum(num_tiles, begin + (mine.num_tiles - done))
         q_slot = lax.rem(j, jnp.int32(2))
@@ -363,7 +356,7 @@ def _attend_tiles(
     """Tiles [begin, end) of one item: normalised O^T in 64-row parts, and the base-2 log-sum-exp of each column."""
     _, k_smem, v_smem, p_smem, _, _, _, k_full, v_full, _, k_free, v_free = scratch
     tile, columns, parts = statics.config.tile, statics.columns, statics.parts
-    factor = statics.scale * _LOG2E
+    factor = statics.scale * LOG2E
 
     def scores_of(slot: jax.Array) -> jax.Array:
         def body(acc: Ref) -> jax.Array:
@@ -395,7 +388,7 @@ def _attend_tiles(
         scores = scores_of(slot)
         plgpu.barrier_arrive(k_free.at[slot])
         key = lax.broadcasted_iota(jnp.int32, (tile, columns), 0)
-        scores = jnp.where(key < num_keys, scores * factor, _MIN_SCORE)
+        scores = jnp.where(key < num_keys, scores * factor, MIN_SCORE)
         new_highest = jnp.maximum(highest, scores.max(axis=0))
         rescale = jnp.exp2(highest - new_highest)
         p = jnp.exp2(scores - _across_rows(new_highest, scores))
@@ -411,8 +404,8 @@ def _attend_tiles(
         return new_highest, total, acc
 
     wgmma = plgpu.Layout.WGMMA
-    start = (_full((columns,), _MIN_SCORE, wgmma.reduce(0)), _full((tile, columns), 0.0, wgmma))
-    zeros = tuple(_full((64, columns), 0.0, wgmma) for _ in range(parts))
+    start = (full((columns,), MIN_SCORE, wgmma.reduce(0)), full((tile, columns), 0.0, wgmma))
+    zeros = tuple(full((64, columns), 0.0, wgmma) for _ in range(parts))
     highest, total, acc = lax.fori_loop(begin, end, step, (*start, zeros))
     total = total.sum(axis=0)
     total = jnp.where(total == 0, 1.0, total)
@@ -435,7 +428,7 @@ def _store_zeros(statics: _Statics, num_tokens: jax.Array, o_smem: Ref, out_ref:
     heads = max(n for n in range(1, statics.columns + 1) if statics.num_heads % n == 0)
     wgmma = plgpu.Layout.WGMMA
     for part in range(statics.parts):
-        zeros = _full((64, statics.columns), 0.0, wgmma).astype(statics.dtype)
+        zeros = full((64, statics.columns), 0.0, wgmma).astype(statics.dtype)
         o_smem.at[:, pl.ds(part * 64, 64)].transpose((1, 0))[...] = zeros
     plgpu.commit_smem()
     first = num_tokens + lax.axis_index("cta")
@@ -446,7 +439,7 @@ def _store_zeros(statics: _Statics, num_tokens: jax.Array, o_smem: Ref, out_ref:
         for j in range(0, statics.num_heads, heads):
             plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, heads)], out_ref.at[pl.ds(row + j, heads)])
 
-    mine = _div(jnp.maximum(statics.num_tokens - first + (num_ctas - 1), 0), num_ctas)
+    mine = div(jnp.maximum(statics.num_tokens - first + (num_ctas - 1), 0), num_ctas)
     lax.fori_loop(0, mine, store, None)
 
 
@@ -463,7 +456,7 @@ def _merge_item(
     def body(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         highest, weight, acc = carry
         ctas = [first + i * unroll + u for u in range(unroll)]
-        inside = [jnp.where(cta <= last, 0.0, _MIN_SCORE).astype(jnp.float32) for cta in ctas]
+        inside = [jnp.where(cta <= last, 0.0, MIN_SCORE).astype(jnp.float32) for cta in ctas]
         ctas = [jnp.minimum(cta, last) for cta in ctas]
         slots = [2 * cta + jnp.where(cta == first, 1, 0) for cta in ctas]
         lses = [plgpu.load(partials_ref.at[slot, parts], optimized=False) for slot in slots]
@@ -472,7 +465,7 @@ def _merge_item(
         new_highest = functools.reduce(jnp.maximum, lses, highest)
         rescale = jnp.exp2(highest - new_highest)
         weights = [jnp.exp2(lse - new_highest) for lse in lses]
-        weight = functools.reduce(lambda a, b: a + b, weights, weight * rescale)
+        weight = functools.reduce(operator.add, weights, weight * rescale)
         acc = tuple(
             functools.reduce(
                 lambda a, b: a + b, [w * out[p] for w, out in zip(weights, outs, strict=True)], a * rescale
@@ -482,9 +475,9 @@ def _merge_item(
         return new_highest, weight, acc
 
     shape, wgmma = (64, statics.columns), plgpu.Layout.WGMMA
-    zeros = tuple(_full(shape, 0.0, wgmma) for _ in range(parts))
-    start = (_full(shape, _MIN_SCORE, wgmma), _full(shape, 0.0, wgmma), zeros)
-    _, weight, acc = lax.fori_loop(0, _div(last - first + unroll, unroll), body, start)
+    zeros = tuple(full(shape, 0.0, wgmma) for _ in range(parts))
+    start = (full(shape, MIN_SCORE, wgmma), full(shape, 0.0, wgmma), zeros)
+    _, weight, acc = lax.fori_loop(0, div(last - first + unroll, unroll), body, start)
     _store_item(statics, [a / weight for a in acc], item, o_smem, out_ref)
 
 
@@ -500,7 +493,7 @@ def _merge_kernel(
 
         @pl.when(jnp.logical_and(index > 0, item_tile >= starts_ref[0, cta]))
         def _():
-            num_tiles = statics.num_tiles(lens_ref[_div(item, statics.num_kv_heads)])
+            num_tiles = statics.num_tiles(lens_ref[div(item, statics.num_kv_heads)])
             last = _cta_of_tile(stretch_ref, item_tile + num_tiles - 1)
             _merge_item(statics, item, cta, last, partials_ref, o_smem, out_ref)
 
@@ -518,7 +511,7 @@ def _arrive(arrivals_ref: Ref, flag_smem: Ref, index: jax.Array, others: jax.Arr
       i32[] 1 in the last of the others + 1 callers, which also sets the counter back to 0; else 0.
     """
     # Mosaic GPU has no fetch-and-add in Pallas yet; the dialect modules are private until it has.
-    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
     from jax._src.lib.mlir.dialects import arith, memref
     from jax.experimental.mosaic import gpu as mgpu
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import write
+from pallas_kernels.common import plgpu
 from pallas_kernels.decode import paged_decode
 from pallas_kernels.prefill import paged_prefill
 from pallas_kernels.tuning import AttentionConfig, attention_config
@@ -130,9 +130,8 @@ def paged_attention(
         raise NotImplementedError(f"{backend} attention: {reason}; use backend 'reference'")
     interpret = backend == "mosaic_gpu_interpret"
     config = attention_config(interpret=interpret, block_size=block_size)
-    return attend(
-        q, kv_cache, layer, block_tables, seq_lens, query_start_loc, work, scale=scale, config=config, interpret=interpret
-    )
+    arrays = (q, kv_cache, layer, block_tables, seq_lens, query_start_loc)
+    return attend(*arrays, work, scale=scale, config=config, interpret=interpret)
 
 
 def attend(
@@ -149,7 +148,7 @@ def attend(
     interpret: bool = False,
 ) -> jax.Array:
     """Attention with a given configuration, the one that cut `work`. Arguments as in ops.paged_attention."""
-    params: Any = plgpu.InterpretGPUParams() if interpret else False
+    params = plgpu.InterpretGPUParams() if interpret else False
     out = paged_decode(
         q,
         kv_cache,
@@ -179,5 +178,5 @@ def write_kv_cache(
     backend: Backend,
 ) -> jax.Array:
     """See ops.write_kv_cache."""
-    params: Any = plgpu.InterpretGPUParams() if backend == "mosaic_gpu_interpret" else False
+    params = plgpu.InterpretGPUParams() if backend == "mosaic_gpu_interpret" else False
     return write.write_kv_cache(k, v, kv_cache, slot_mapping, layer, interpret=params)

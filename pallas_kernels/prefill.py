@@ -9,26 +9,19 @@ Letters: T tokens  R rows  N query heads  K kv heads  H head_dim  G = N / K
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.common import COPIES_OF_WARPS, LOG2E, MIN_SCORE, Ref, div, full, pl, plgpu, swizzled_smem
 from pallas_kernels.tuning import PrefillConfig
 from pallas_kernels.work_lists import COMPUTE_WARPGROUPS, ROWS_PER_WARPGROUP, PrefillWork, tokens_per_warpgroup
 
-_LOG2E = math.log2(math.e)
-# Finite: exp2(score - max) of a masked key must be 0 and not NaN.
-_MIN_SCORE = -1e30
 # Registers a thread: 2 * 232 + 40 fit the 65,536 of an SM.
 _COMPUTE_REGISTERS, _COPY_REGISTERS = 232, 40
-
-Ref = Any
 
 
 @dataclass(frozen=True)
@@ -105,12 +98,9 @@ def paged_prefill(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
+        name="paged_prefill",
     )(q, kv_cache, block_tables, layer.reshape(1), work.tiles, work.num_tiles, out_ref)
     return jax.freeze(out_ref)
-
-
-def _div(a: jax.Array, b: int) -> jax.Array:
-    return lax.div(a, jnp.int32(b))
 
 
 def _across_columns(column: jax.Array, like: jax.Array) -> jax.Array:
@@ -121,7 +111,7 @@ def _across_columns(column: jax.Array, like: jax.Array) -> jax.Array:
 def _attend(statics: _Statics, *refs: Ref) -> None:
     """The body of the kernel; scratch first, then one branch a warpgroup."""
     config, head_dim, dtype = statics.config, statics.head_dim, statics.dtype
-    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    smem = functools.partial(swizzled_smem, dtype=dtype)
     warpgroups, rows, stages = COMPUTE_WARPGROUPS, ROWS_PER_WARPGROUP, config.stages
 
     def scoped(*scratch: Ref) -> None:
@@ -135,19 +125,22 @@ def _attend(statics: _Statics, *refs: Ref) -> None:
         @pl.when(warpgroup == warpgroups)
         def _():
             plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
-            plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: _copy_tiles(statics, refs, scratch)))
+
+            def warp_body(warp: jax.Array) -> None:
+                for i, copies in enumerate(COPIES_OF_WARPS[config.copy_warps]):
+                    pl.when(warp == i)(functools.partial(_copy_tiles, statics, refs, scratch, copies))
+
+            plgpu.warp_map(warp_body)
 
     q_copies = 1 if config.copy_whole_tiles else statics.tokens
-    p_scratch = (
-        None if config.p_in_registers else plgpu.SMEM((warpgroups, rows, config.tile), dtype, transforms=swizzled)
-    )
+    p_scratch = None if config.p_in_registers else smem(warpgroups, rows, config.tile)
     pl.run_scoped(
         scoped,
         plgpu.SMEM((warpgroups, rows, head_dim), dtype),  # q as it arrives: any token offset works unswizzled
-        plgpu.SMEM((warpgroups, rows, head_dim), dtype, transforms=swizzled),  # q as the products read it
+        smem(warpgroups, rows, head_dim),  # q as the products read it
         plgpu.SMEM((warpgroups, rows, head_dim), dtype),  # o
-        plgpu.SMEM((stages, config.tile, head_dim), dtype, transforms=swizzled),  # k
-        plgpu.SMEM((stages, config.tile, head_dim), dtype, transforms=swizzled),  # v
+        smem(stages, config.tile, head_dim),  # k
+        smem(stages, config.tile, head_dim),  # v
         p_scratch,
         plgpu.Barrier(num_arrivals=q_copies, num_barriers=warpgroups),  # q full
         plgpu.Barrier(num_barriers=warpgroups),  # q free
@@ -177,7 +170,7 @@ def _num_rounds(statics: _Statics, num_tiles_ref: Ref) -> jax.Array:
     """Query tiles of this CTA. They are dealt to and fro, since the longest come first: 0 1 2, 2 1 0, 0 1 2, ..."""
     num_items = num_tiles_ref[0] * statics.num_kv_heads
     num_ctas = statics.config.num_ctas
-    rounds = _div(num_items + (num_ctas - 1), num_ctas)
+    rounds = div(num_items + (num_ctas - 1), num_ctas)
     return jnp.where(_item_of(statics, rounds - 1) < num_items, rounds, jnp.maximum(rounds - 1, 0))
 
 
@@ -189,17 +182,18 @@ def _item_of(statics: _Statics, r: jax.Array) -> jax.Array:
 
 def _query_tile(statics: _Statics, tiles_ref: Ref, r: jax.Array) -> _QueryTile:
     item = _item_of(statics, r)
-    tile = _div(item, statics.num_kv_heads)
+    tile = div(item, statics.num_kv_heads)
     row, token, position, num_tokens = (tiles_ref[field, tile] for field in range(4))
     return _QueryTile(
         item - tile * statics.num_kv_heads, row, token, position, num_tokens, num_keys=position + num_tokens
     )
 
 
-def _copy_tiles(statics: _Statics, refs: tuple[Ref, ...], scratch: tuple[Ref, ...]) -> None:
-    """One warp: q of each query tile and all K and V tiles that it sees, as buffers become free."""
+def _copy_tiles(statics: _Statics, refs: tuple[Ref, ...], scratch: tuple[Ref, ...], copies: tuple[int, ...]) -> None:
+    """One warp: all K (0) or V (1) tiles that each query tile sees, as buffers become free; with K its q."""
     q_ref, cache_ref, tables_ref, layer_ref, tiles_ref, num_tiles_ref, _ = refs
     q_in, _, _, k_smem, v_smem, _, q_full, q_free, k_full, v_full, k_free, v_free, _, _ = scratch
+    rings = [((k_smem, k_full, k_free), (v_smem, v_full, v_free))[kv] for kv in copies]
     config, block_size, per_tile = statics.config, statics.block_size, statics.blocks_per_tile
     stages = jnp.int32(config.stages)
     layer = layer_ref[0]
@@ -207,7 +201,7 @@ def _copy_tiles(statics: _Statics, refs: tuple[Ref, ...], scratch: tuple[Ref, ..
 
     def blocks_of(query: _QueryTile, i: jax.Array) -> tuple[jax.Array, ...]:
         # Never past the last block that the tile sees: what the table holds there is not its own.
-        last = _div(query.num_keys - 1, block_size)
+        last = div(query.num_keys - 1, block_size)
         return tuple(tables_ref[query.row, jnp.minimum(i * per_tile + j, last)] for j in range(per_tile))
 
     def copy_q(query: _QueryTile, r: jax.Array) -> None:
@@ -221,12 +215,13 @@ def _copy_tiles(statics: _Statics, refs: tuple[Ref, ...], scratch: tuple[Ref, ..
 
     def query_body(r: jax.Array, copied: jax.Array) -> jax.Array:
         query = _query_tile(statics, tiles_ref, r)
-        copy_q(query, r)
+        if 0 in copies:
+            copy_q(query, r)
 
         def copy_tile(i: jax.Array, blocks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             slot = lax.rem(copied + i, stages)
             next_blocks = blocks_of(query, i + 1)  # before anything is waited for: they come from device memory
-            for kv, (smem, full, free) in enumerate(((k_smem, k_full, k_free), (v_smem, v_full, v_free))):
+            for kv, (smem, filled, free) in zip(copies, rings, strict=True):
 
                 @pl.when(copied + i >= stages)
                 def _(free: Ref = free):
@@ -235,7 +230,7 @@ def _copy_tiles(statics: _Statics, refs: tuple[Ref, ...], scratch: tuple[Ref, ..
                 for j in range(per_tile):
                     rows = pl.ds(j * block_size, block_size)
                     source = cache_ref.at[layer, blocks[j], kv, query.head]
-                    plgpu.copy_gmem_to_smem(source, smem.at[slot, rows], full.at[slot])
+                    plgpu.copy_gmem_to_smem(source, smem.at[slot, rows], filled.at[slot])
             return next_blocks
 
         steps = _num_steps(statics, query)
@@ -246,19 +241,21 @@ def _copy_tiles(statics: _Statics, refs: tuple[Ref, ...], scratch: tuple[Ref, ..
 
     # Every completion of a barrier has to be waited for before the CTA ends.
     def drain(i: jax.Array, _: None) -> None:
-        plgpu.barrier_wait(k_free.at[lax.rem(i, stages)])
-        plgpu.barrier_wait(v_free.at[lax.rem(i, stages)])
+        for _, _, free in rings:
+            plgpu.barrier_wait(free.at[lax.rem(i, stages)])
 
     lax.fori_loop(jnp.maximum(copied - stages, 0), copied, drain, None)
 
-    @pl.when(num_rounds > 0)
-    def _():
-        for warpgroup in range(COMPUTE_WARPGROUPS):
-            plgpu.barrier_wait(q_free.at[warpgroup])
+    if 0 in copies:
+
+        @pl.when(num_rounds > 0)
+        def _():
+            for warpgroup in range(COMPUTE_WARPGROUPS):
+                plgpu.barrier_wait(q_free.at[warpgroup])
 
 
 def _num_steps(statics: _Statics, query: _QueryTile) -> jax.Array:
-    return _div(query.num_keys + (statics.config.tile - 1), statics.config.tile)
+    return div(query.num_keys + (statics.config.tile - 1), statics.config.tile)
 
 
 def _by_token(statics: _Statics, rows: Ref) -> Ref:
@@ -349,7 +346,7 @@ def _attend_tiles(
     config, dtype = statics.config, statics.dtype
     rows, tile, head_dim = ROWS_PER_WARPGROUP, config.tile, statics.head_dim
     first_position = query.position + warpgroup * statics.tokens
-    factor = statics.scale * _LOG2E
+    factor = statics.scale * LOG2E
     wgmma = plgpu.Layout.WGMMA
 
     def scores_of(slot: jax.Array) -> jax.Array:
@@ -390,8 +387,8 @@ def _attend_tiles(
         plgpu.barrier_arrive(k_free.at[slot])
         if is_masked:
             key = plgpu.broadcasted_iota(jnp.int32, (rows, tile), 1, layout=wgmma) + i * tile
-            token = _div(plgpu.broadcasted_iota(jnp.int32, (rows, tile), 0, layout=wgmma), statics.group)
-            scores = jnp.where(key <= first_position + token, scores, _MIN_SCORE)
+            token = div(plgpu.broadcasted_iota(jnp.int32, (rows, tile), 0, layout=wgmma), statics.group)
+            scores = jnp.where(key <= first_position + token, scores, MIN_SCORE)
         new_highest = jnp.maximum(highest, scores.max(axis=1) * factor)
         rescale = jnp.exp2(highest - new_highest)
         p = jnp.exp2(scores * factor - _across_columns(new_highest, scores))
@@ -411,15 +408,9 @@ def _attend_tiles(
         plgpu.barrier_arrive(v_free.at[slot])
         return acc, new_highest, total
 
-    def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-    carry = (
-        full((rows, head_dim), 0.0, wgmma),
-        full((rows,), _MIN_SCORE, wgmma.reduce(1)),
-        full((rows,), 0.0, wgmma.reduce(1)),
-    )
-    num_unmasked = jnp.minimum(_div(first_position + 1, tile), _div(query.num_keys, tile))
+    by_row = wgmma.reduce(1)
+    carry = full((rows, head_dim), 0.0, wgmma), full((rows,), MIN_SCORE, by_row), full((rows,), 0.0, by_row)
+    num_unmasked = jnp.minimum(div(first_position + 1, tile), div(query.num_keys, tile))
     carry = lax.fori_loop(0, num_unmasked, functools.partial(step, is_masked=False), carry)
     acc, _, total = lax.fori_loop(
         num_unmasked, _num_steps(statics, query), functools.partial(step, is_masked=True), carry

@@ -22,6 +22,7 @@ class DecodeConfig:
       num_small_ctas: how many of them, the last, take shorter stretches: they even out SMs of unequal speed.
       small_ratio: how much shorter.
       min_tiles: a stretch is not cut below this many tiles.
+      copy_warps: warps that copy: 1, or 2, one for K and one for V.
       merge: who combines the partial results of an item that several CTAs share. "atomic": the last to arrive.
         "kernel": a second kernel, for the interpreter, which has no atomics.
     """
@@ -32,6 +33,7 @@ class DecodeConfig:
     num_small_ctas: int = 0
     small_ratio: int = 4
     min_tiles: int = 1
+    copy_warps: int = 1
     merge: Literal["atomic", "kernel"] = "atomic"
 
 
@@ -44,6 +46,7 @@ class PrefillConfig:
       stages: steps in flight between the copying warp and the computing warps.
       num_ctas: persistent CTAs; shared memory allows one an SM.
       pingpong: the two computing warpgroups take turns on the tensor cores, as in FlashAttention-3.
+      copy_warps: warps that copy: 1, or 2, one for K and one for V.
       p_in_registers: the probabilities go from registers into the second product. False takes them through shared
         memory, for the interpreter, and 10% slower on the card.
       copy_whole_tiles: q arrives and o leaves by one copy a warpgroup. False takes a copy a token, for the
@@ -54,6 +57,7 @@ class PrefillConfig:
     stages: int = 2
     num_ctas: int = NUM_SMS
     pingpong: bool = False
+    copy_warps: int = 1
     p_in_registers: bool = True
     copy_whole_tiles: bool = True
 

@@ -1,6 +1,6 @@
 """What each thread block of the Mosaic attention kernels works on, cut on the device from the lengths of the step.
 
-Once a step, not once a layer: a few small XLA reductions. Lengths and counts are data, so that a bucket has one program.
+Once a step, not once a layer: a few small XLA reductions. Lengths and counts are data, so a bucket has one program.
 """
 
 from dataclasses import dataclass

@@ -8,15 +8,13 @@ import math
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.common import Ref, pl, plgpu
+
 # Tokens of a thread block: their slots are read together, and their rows wait in shared memory.
 MAX_TOKENS_PER_CTA = 8
-
-Ref = Any
 
 
 def write_kv_cache(
@@ -58,7 +56,9 @@ def write_kv_cache(
         body,
         out_type=(),
         mesh=plgpu.Mesh(grid=(num_tokens // tokens,), grid_names=("cta",)),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
+        name="write_kv_cache",
     )(k, v, slot_mapping, layer.reshape(1), cache_ref)
     return jax.freeze(cache_ref)
 

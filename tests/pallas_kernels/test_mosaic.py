@@ -55,14 +55,13 @@ def assert_matches(case: AttentionCase, got: np.ndarray) -> None:
 
 
 DECODES = [(69, 1), (0, 1), (129, 1), (199, 1), (63, 1)]
-MIXED = [(9, 1), (150, 1), (50, 37), (0, 5), (61, 71)]
+MIXED = [(9, 1), (150, 1), (50, 29), (0, 5), (61, 41)]
 # group sizes 1, 2, 3, 4, 7, 8 and both head sizes: (num_heads, num_kv_heads, head_dim)
-HEADS = [(3, 3, 64), (4, 2, 128), (9, 3, 64), (8, 2, 64), (14, 2, 128), (8, 1, 64)]
+HEADS = [(2, 2, 64), (2, 1, 128), (6, 2, 64), (4, 1, 64), (7, 1, 128), (8, 1, 64)]
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
-def test_decode_matches_the_oracle_for_every_group_size(num_heads, num_kv_heads, head_dim):
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+def test_decode_matches_the_oracle_and_pads_cost_no_item():
+    sizes = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
     case = bf16_case(np.random.default_rng(1), DECODES, num_decodes=5, pad_tokens=6, pad_rows=6, **sizes)
     assert_matches(case, run(case, "decode"))
 
@@ -74,17 +73,21 @@ def test_mixed_matches_the_oracle_for_every_group_size(num_heads, num_kv_heads, 
     assert_matches(case, run(case, "mixed"))
 
 
-@pytest.mark.parametrize("block_size", [32, 64, 128])
+@pytest.mark.parametrize("block_size", [32, 128])
 def test_larger_blocks(block_size):
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": block_size}
+    sizes = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64, "block_size": block_size}
     case = bf16_case(np.random.default_rng(3), [(140, 1), (129, 11)], num_decodes=1, pad_tokens=1, **sizes)
     assert_matches(case, run(case, "mixed"))
 
 
-def test_one_row_alone_and_one_token_alone():
+def test_one_row_alone():
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     case = bf16_case(np.random.default_rng(4), [(200, 1)], num_decodes=1, **sizes)
     assert_matches(case, run(case, "decode"))
+
+
+def test_one_token_alone_in_a_mixed_step():
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64}
     case = bf16_case(np.random.default_rng(5), [(0, 1)], pad_tokens=1, **sizes)
     assert_matches(case, run(case, "mixed"))
 
@@ -96,24 +99,25 @@ def test_a_mixed_step_may_hold_decode_rows_only():
     assert_matches(case, run(case, "mixed"))
 
 
-@pytest.mark.parametrize("num_ctas", [1, 3, 29])
-def test_any_cut_of_the_line_gives_the_same_result(num_ctas):
+@pytest.mark.parametrize(("num_ctas", "copy_warps"), [(1, 1), (29, 2)])
+def test_any_cut_of_the_line_gives_the_same_result(num_ctas, copy_warps):
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     case = bf16_case(np.random.default_rng(7), DECODES, num_decodes=5, pad_tokens=2, pad_rows=2, **sizes)
-    decode = replace(INTERPRET.decode, num_ctas=num_ctas, num_small_ctas=num_ctas // 2)
+    decode = replace(INTERPRET.decode, num_ctas=num_ctas, num_small_ctas=num_ctas // 2, copy_warps=copy_warps)
     assert_matches(case, run(case, "decode", replace(INTERPRET, decode=decode)))
 
 
-def test_taking_turns_on_the_tensor_cores_changes_nothing():
-    case = bf16_case(np.random.default_rng(8), MIXED, num_decodes=2, num_heads=4, num_kv_heads=2, head_dim=64)
-    prefill = replace(INTERPRET.prefill, pingpong=True, num_ctas=3)
-    np.testing.assert_array_equal(run(case, "mixed"), run(case, "mixed", replace(INTERPRET, prefill=prefill)))
+def test_taking_turns_on_the_tensor_cores_and_two_copying_warps_change_nothing():
+    case = bf16_case(np.random.default_rng(8), MIXED, num_decodes=2, num_heads=4, num_kv_heads=1, head_dim=64)
+    prefill = replace(INTERPRET.prefill, pingpong=not INTERPRET.prefill.pingpong, copy_warps=2, num_ctas=3)
+    assert_matches(case, run(case, "mixed", replace(INTERPRET, prefill=prefill)))
 
 
 def test_a_larger_bucket_changes_nothing():
-    sizes = {"num_decodes": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-    small = bf16_case(np.random.default_rng(9), MIXED, **sizes)
-    large = bf16_case(np.random.default_rng(9), MIXED, pad_tokens=141, pad_rows=9, **sizes)
+    sizes = {"num_decodes": 2, "num_heads": 4, "num_kv_heads": 1, "head_dim": 64}
+    requests = [(9, 1), (70, 1), (61, 41)]
+    small = bf16_case(np.random.default_rng(9), requests, **sizes)
+    large = bf16_case(np.random.default_rng(9), requests, pad_tokens=141, pad_rows=9, **sizes)
     large = AttentionCase(**{**vars(large), "q": np.concatenate([small.q, large.q[small.num_tokens :]])})
     got = run(large, "mixed")
     np.testing.assert_array_equal(run(small, "mixed"), got[: small.num_tokens])

@@ -1,0 +1,417 @@
+"""Check and time the Pallas kernels on one H200.
+
+    PYTHONPATH=. python scripts/bench_kernels.py --commit $(git rev-parse HEAD)
+
+First random ragged batches against the XLA reference, then times: wall clock over many queued calls of a program that
+runs the kernel `CHAIN` times, each call reading the one before, over layers that do not fit the L2 cache together
+where the shape is large. A row that fails is recorded as such and the rest goes on; sections run in processes of their
+own, so that a kernel that hangs or breaks the CUDA context takes no other section with it.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.9")
+
+import jax
+import jax.numpy as jnp
+import kernel_shapes as shapes
+import numpy as np
+from kernel_checks import CheckShape, check
+
+from pallas_kernels import ops
+from pallas_kernels.arg_specs import HEAD_SHAPES, HeadShape
+from pallas_kernels.decode import paged_decode
+from pallas_kernels.mosaic import attend
+from pallas_kernels.prefill import paged_prefill
+from pallas_kernels.tuning import H200, AttentionConfig, DecodeConfig, PrefillConfig
+from pallas_kernels.validation import Backend
+from pallas_kernels.work_lists import cut_attention_work, make_decode_work, make_prefill_work
+
+CHAIN = 16
+NUM_LAYERS = 4
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+Row = dict[str, Any]
+Measure = Callable[[Any], Row]  # of the compiled program
+
+
+def seconds_a_call(function: Callable[..., Any], args: tuple, *, carry: bool = False) -> float:
+    """Median over five runs of the wall clock of one call, many calls queued.
+
+    `carry`: the results take the place of the first arguments, which are donated.
+    """
+
+    def queue(count: int, args: tuple) -> tuple[float, tuple]:
+        start = time.perf_counter()
+        out: Any = None
+        for _ in range(count):
+            out = function(*args)
+            args = (*out, *args[len(out) :]) if carry else args
+        jax.block_until_ready(out)
+        return time.perf_counter() - start, args
+
+    _, args = queue(2, args)
+    once, args = queue(3, args)
+    count = max(3, int(0.12 / (once / 3)))
+    times = []
+    for _ in range(5):
+        elapsed, args = queue(count, args)
+        times.append(elapsed / count)
+    return statistics.median(times)
+
+
+def make_cache(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> jax.Array:
+    shape = (NUM_LAYERS, num_blocks, 2, num_kv_heads, block_size, head_dim)
+    return jax.jit(lambda: jax.random.normal(jax.random.key(0), shape, jnp.bfloat16))()
+
+
+def make_tables(lens: tuple[int, ...], block_size: int) -> tuple[np.ndarray, int]:
+    """Random block ids for each request, and the number of blocks."""
+    counts = [-(-n // block_size) for n in lens]
+    ids = np.random.default_rng(0).permutation(np.arange(1, sum(counts) + 1)).astype(np.int32)
+    tables = np.zeros((len(lens), max(counts)), np.int32)
+    for row, (count, end) in enumerate(zip(counts, np.cumsum(counts), strict=True)):
+        tables[row, :count] = ids[end - count : end]
+    return tables, sum(counts) + 1
+
+
+def layer_of(i: int) -> jax.Array:
+    return jnp.int32(i % NUM_LAYERS)
+
+
+def specs_of(args: tuple) -> tuple:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.asarray(x).dtype), args)
+
+
+def decode_row(shape: shapes.DecodeShape, name: str, config: DecodeConfig) -> tuple[Any, Measure]:
+    """The lowered program of one decode measurement, and what measures it once compiled (filled in by `main`)."""
+    config = replace(config, tile=max(config.tile, shape.block_size))
+    tables, num_blocks = make_tables(shape.lens, shape.block_size)
+    lens = jnp.asarray(shape.lens, jnp.int32)
+    count = jnp.int32(len(shape.lens))
+    work = jax.jit(partial(make_decode_work, num_kv_heads=shape.num_kv_heads, config=config))(lens, count)
+    one = jax.jit(partial(paged_decode, scale=shape.head_dim**-0.5, config=config))
+
+    def chain(q, kv_cache, tables, lens, count, work):
+        for i in range(CHAIN):
+            q = one(q, kv_cache, layer_of(i), tables, lens, count, work)
+        return q
+
+    q = jax.ShapeDtypeStruct((len(lens), shape.num_heads, shape.head_dim), jnp.bfloat16)
+    cache_shape = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    rest = (jnp.asarray(tables), lens, count, work)
+    cache = jax.eval_shape(partial(make_cache, *cache_shape))
+    lowered = jax.jit(chain).lower(q, cache, *specs_of(rest))
+
+    def measure(compiled: Any) -> Row:
+        seconds = seconds_a_call(compiled, (jnp.ones(q.shape, q.dtype), make_cache(*cache_shape), *rest)) / CHAIN
+        num_bytes = 4 * sum(shape.lens) * shape.num_kv_heads * shape.head_dim
+        return timing_row("decode", shape.name, name, seconds, rate=num_bytes / seconds / 1e12, unit="TB/s")
+
+    return lowered, measure
+
+
+def prefill_arrays(shape: shapes.PrefillShape) -> tuple[np.ndarray, int, tuple]:
+    lens = (shape.new + shape.cached,) * shape.num_requests
+    tables, num_blocks = make_tables(lens, shape.block_size)
+    starts = np.arange(shape.num_requests + 1) * shape.new
+    rows = (jnp.asarray(lens, jnp.int32), jnp.asarray(starts, jnp.int32), jnp.int32(0), jnp.int32(shape.num_requests))
+    return tables, num_blocks, rows
+
+
+def prefill_row(shape: shapes.PrefillShape, name: str, config: PrefillConfig) -> tuple[Any, Measure]:
+    """As decode_row. The calls alternate between two arrays as q and as the array that is written."""
+    config = replace(config, tile=max(config.tile, shape.block_size))
+    tables, num_blocks, rows = prefill_arrays(shape)
+    num_tokens = shape.num_requests * shape.new
+    group = shape.num_heads // shape.num_kv_heads
+    work = jax.jit(partial(make_prefill_work, num_tokens=num_tokens, group_size=group))(*rows)
+    one = jax.jit(partial(paged_prefill, scale=shape.head_dim**-0.5, config=config))
+
+    def chain(q, out, kv_cache, tables, work):
+        for i in range(CHAIN):
+            q, out = one(q, kv_cache, layer_of(i), tables, out, work), q
+        return q, out
+
+    q = jax.ShapeDtypeStruct((num_tokens, shape.num_heads, shape.head_dim), jnp.bfloat16)
+    cache_shape = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    rest = (jnp.asarray(tables), work)
+    cache = jax.eval_shape(partial(make_cache, *cache_shape))
+    lowered = jax.jit(chain, donate_argnums=(0, 1)).lower(q, q, cache, *specs_of(rest))
+
+    def measure(compiled: Any) -> Row:
+        arrays = [jax.random.normal(jax.random.key(i), q.shape, q.dtype) for i in range(2)]
+        seconds = seconds_a_call(compiled, (*arrays, make_cache(*cache_shape), *rest), carry=True) / CHAIN
+        return timing_row("prefill", shape.name, name, seconds, rate=shape.flops / seconds / 1e12, unit="TFLOP/s")
+
+    return lowered, measure
+
+
+def mixed_row(name: str, num_decodes: int, new: int, config: AttentionConfig) -> tuple[Any, Measure]:
+    """A whole mixed step's attention: `num_decodes` requests of 800 keys, and a first chunk of `new` tokens."""
+    lens = (800,) * num_decodes + ((new,) if new else ())
+    tables, num_blocks = make_tables(lens, 16)
+    num_tokens = num_decodes + new
+    starts = np.concatenate([np.arange(num_decodes + 1), [num_tokens] if new else []]).astype(np.int32)
+    rows = (jnp.asarray(lens, jnp.int32), jnp.asarray(starts), jnp.int32(num_decodes), jnp.int32(len(lens)))
+    sizes = {"kind": "mixed" if new else "decode", "num_tokens": num_tokens, "num_heads": 32, "num_kv_heads": 8}
+    work = jax.jit(partial(cut_attention_work, **sizes, config=config))(*rows)
+    one = jax.jit(partial(attend, scale=128**-0.5, config=config))
+
+    def chain(q, kv_cache, tables, lens, starts, work):
+        for i in range(CHAIN):
+            q = one(q, kv_cache, layer_of(i), tables, lens, starts, work)
+        return q
+
+    q = jax.ShapeDtypeStruct((num_tokens, 32, 128), jnp.bfloat16)
+    cache = jax.eval_shape(partial(make_cache, num_blocks, 8, 16, 128))
+    rest = (jnp.asarray(tables), *rows[:2], work)
+    lowered = jax.jit(chain).lower(q, cache, *specs_of(rest))
+
+    def measure(compiled: Any) -> Row:
+        args = (jnp.ones(q.shape, q.dtype), make_cache(num_blocks, 8, 16, 128), *rest)
+        return timing_row("mixed", name, "default", seconds_a_call(compiled, args) / CHAIN)
+
+    return lowered, measure
+
+
+def work_row(num_tokens: int, num_rows: int, kind: str) -> tuple[Any, Measure]:
+    """The work lists of a step, which come once a step and not once a layer."""
+    sizes = {"kind": kind, "num_tokens": num_tokens, "num_heads": 32, "num_kv_heads": 8, "config": H200}
+    lens = jnp.full((num_rows,), max(num_tokens // num_rows, 1), jnp.int32)
+    starts = jnp.arange(num_rows + 1, dtype=jnp.int32) * (num_tokens // num_rows)
+
+    def chain(lens, starts, num_decodes, num_reqs):
+        for _ in range(CHAIN):
+            work = cut_attention_work(lens, starts, num_decodes, num_reqs, **sizes)
+            lens = lens + work.decode.arrivals[0]
+            lens = lens if work.prefill is None else lens + jnp.minimum(work.prefill.tiles[1, 0], 0)
+        return lens
+
+    args = (lens, starts, jnp.int32(0), jnp.int32(num_rows))
+    lowered = jax.jit(chain).lower(*args)
+    name = f"{kind} T={num_tokens} R={num_rows}"
+    return lowered, lambda compiled: timing_row("work lists", name, "default", seconds_a_call(compiled, args) / CHAIN)
+
+
+def write_row(num_tokens: int, backend: Backend) -> tuple[Any, Measure]:
+    """The KV write of 8 heads of 128: scattered slots up to 256 tokens, whole blocks above."""
+    num_blocks, block_size, heads, head_dim = 4096, 16, 8, 128
+    rng = np.random.default_rng(0)
+    blocks = rng.permutation(np.arange(1, num_blocks))
+    token = np.arange(num_tokens)
+    is_decode = num_tokens <= 256
+    slot = blocks[token] * block_size + 5 if is_decode else blocks[token // 16] * block_size + token % 16
+    one = jax.jit(partial(ops.write_kv_cache, backend=backend))
+
+    def chain(kv_cache, k, slots):
+        for i in range(CHAIN):
+            kv_cache = one(k, k, kv_cache, slots, layer_of(i))
+        return (kv_cache,)
+
+    k = jnp.ones((num_tokens, heads, head_dim), jnp.bfloat16)
+    slots = jnp.asarray(slot, jnp.int32)
+    cache_shape = (num_blocks, heads, block_size, head_dim)
+    cache = jax.eval_shape(partial(make_cache, *cache_shape))
+    lowered = jax.jit(chain, donate_argnums=0).lower(cache, *specs_of((k, slots)))
+
+    def measure(compiled: Any) -> Row:
+        seconds = seconds_a_call(compiled, (make_cache(*cache_shape), k, slots), carry=True) / CHAIN
+        rate = 4 * 2 * num_tokens * heads * head_dim / seconds / 1e12
+        return timing_row("kv write", f"T={num_tokens}", backend, seconds, rate=rate, unit="TB/s read + written")
+
+    return lowered, measure
+
+
+def timing_row(kernel: str, shape: str, config: str, seconds: float, **rates: Any) -> Row:
+    row: Row = {"kernel": kernel, "shape": shape, "config": config, "us": round(seconds * 1e6, 2), **rates}
+    anchor = shapes.flash_attention_3_us(shape)
+    if anchor is not None:
+        row |= {"fa3_us": anchor, "fa3_ratio": round(anchor / row["us"], 3)}
+    return row
+
+
+Plan = list[tuple[str, Callable[[], tuple[Any, Measure]]]]
+
+
+def plan_rows(section: str) -> Plan:
+    """What a section times, the most wanted first."""
+    decodes, prefills = shapes.DECODE_CONFIGS, shapes.PREFILL_CONFIGS
+    rows: Plan = []
+    backends: tuple[Backend, ...] = ("mosaic_gpu", "reference")
+    if section == "decode":
+        for shape in shapes.DECODE_SHAPES:
+            rows.append((shape.name, partial(decode_row, shape, "default", decodes["default"])))
+        for num_tokens in shapes.WRITE_TOKENS:
+            for backend in backends:
+                rows.append((f"write T={num_tokens} {backend}", partial(write_row, num_tokens, backend)))
+    if section == "prefill":
+        for shape in shapes.PREFILL_SHAPES:
+            rows.append((shape.name, partial(prefill_row, shape, "default", prefills["default"])))
+        for name, num_decodes, new in (("200x800 + 2048", 200, 2048), ("200x800", 200, 0), ("2048", 0, 2048)):
+            rows.append((name, partial(mixed_row, name, num_decodes, new, H200)))
+        for sizes in ((1, 1, "decode"), (256, 256, "decode"), (2048, 256, "mixed"), (16384, 1024, "mixed")):
+            rows.append((f"work {sizes}", partial(work_row, *sizes)))
+    if section == "variants":
+        for name, config in prefills.items():
+            for shape in shapes.VARIANT_PREFILL_SHAPES if name != "default" else ():
+                rows.append((f"{shape.name} {name}", partial(prefill_row, shape, name, config)))
+        for name, config in decodes.items():
+            for shape in shapes.VARIANT_DECODE_SHAPES if name != "default" else ():
+                rows.append((f"{shape.name} {name}", partial(decode_row, shape, name, config)))
+    return rows
+
+
+def plan_checks(section: str) -> list[tuple[str, CheckShape, AttentionConfig, int]]:
+    """100 batches with the default configuration over group sizes 1, 2, 3, 4, 7, 8, and a few with each other one."""
+    heads = {shape.name: shape for shape in HEAD_SHAPES}
+    if section == "check variants":
+        shape = CheckShape(heads["llama-3.1-8b"], "mixed", 1024, 32)
+        configs = shapes.attention_configs().items()
+        return [(name, shape, config, 4) for name, config in configs if not name.endswith("default")]
+    if section != "check":
+        return []
+    wide = HeadShape("8 of 64", 16, 2, 64)
+    mixed = [(heads["qwen3-0.6b"], 16), (heads["llama-3.1-8b"], 16), (heads["smollm2-135m"], 16)]
+    mixed += [(heads["qwen2-7b"], 16), (HeadShape("1 of 128", 4, 4, 128), 32), (wide, 64)]
+    rows = [("default", CheckShape(h, "mixed", 2048, 64, block_size), H200, 12) for h, block_size in mixed]
+    rows.append(("default", CheckShape(heads["qwen3-0.6b"], "decode", 64, 64), H200, 12))
+    rows.append(("default", CheckShape(heads["qwen2-7b"], "decode", 64, 64, 128), replace_tile(H200, 128), 10))
+    rows.append(("default", CheckShape(heads["smollm2-135m"], "mixed", 16, 8), H200, 6))
+    return rows
+
+
+def replace_tile(config: AttentionConfig, tile: int) -> AttentionConfig:
+    return replace(config, decode=replace(config.decode, tile=tile))
+
+
+class Results:
+    """The rows so far, written out after each; a section goes on where the one before ended."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.data: dict[str, Any] = json.loads(path.read_text())
+
+    def add(self, kind: str, row: Row) -> None:
+        self.data[kind].append(row)
+        self.path.write_text(json.dumps(self.data, indent=1))
+        print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+
+
+def failure(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:400]}"
+
+
+def run_checks(section: str, results: Results) -> None:
+    for name, shape, config, num_batches in plan_checks(section):
+        start = time.monotonic()
+        try:
+            row = check(shape, config, num_batches=num_batches, seed=len(results.data["checks"]))
+        except Exception as error:  # one broken shape must not hide the others
+            traceback.print_exc()
+            row = {"check": name, "failed": failure(error)}
+        results.add("checks", {"config": name, "seconds": round(time.monotonic() - start, 1), **row})
+
+
+def run_timings(section: str, results: Results, only: str) -> None:
+    """Lower one after the other, compile in threads, measure when nothing else runs."""
+    with ThreadPoolExecutor(12) as pool:
+        jobs = []
+        for name, make in plan_rows(section):
+            if only not in name:
+                continue
+            try:
+                lowered, measure = make()
+                jobs.append((name, pool.submit(lowered.compile, COMPILER_OPTIONS), measure))
+            except Exception as error:
+                results.add("rows", {"shape": name, "failed": failure(error)})
+        wait([job for _, job, _ in jobs])
+        for name, job, measure in jobs:
+            try:
+                results.add("rows", measure(job.result()))
+            except Exception as error:
+                results.add("rows", {"shape": name, "failed": failure(error)})
+
+
+def gpu_and_driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        return "none"
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+# Seconds after which a section is given up.
+SECTIONS = {"check": 150, "decode": 120, "prefill": 120, "check variants": 90, "variants": 120}
+
+
+def run_all(args: argparse.Namespace) -> None:
+    """Each section in a process; this one never touches the device."""
+    data = {
+        "commit": args.commit,
+        "jax": jax.__version__,
+        "gpu": gpu_and_driver(),
+        "configs": {
+            "decode": {name: asdict(config) for name, config in shapes.DECODE_CONFIGS.items()},
+            "prefill": {name: asdict(config) for name, config in shapes.PREFILL_CONFIGS.items()},
+        },
+        "checks": [],
+        "rows": [],
+        "sections": {},
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(data, indent=1))
+    begin = time.monotonic()
+    for section, limit in SECTIONS.items():
+        if args.sections and section not in args.sections.split(","):
+            continue
+        limit = min(limit, args.budget_s - (time.monotonic() - begin))
+        command = [sys.executable, __file__, "--section", section, "--out", str(args.out), "--only", args.only]
+        start = time.monotonic()
+        try:
+            end = (
+                f"exit {subprocess.run(command, timeout=limit, check=False).returncode}"
+                if limit > 10
+                else "no time left"
+            )
+        except subprocess.TimeoutExpired:
+            end = "timed out"
+        data = json.loads(args.out.read_text())
+        data["sections"][section] = f"{end}, {time.monotonic() - start:.0f} s"
+        args.out.write_text(json.dumps(data, indent=1))
+    passed = sum(row.get("passed", 0) for row in data["checks"])
+    total = sum(row.get("batches", 1) for row in data["checks"])
+    print(f"{passed} of {total} batches right; {data['sections']}; {args.out}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", default="unknown", help="what the results are of")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "h200" / "kernels.json")
+    parser.add_argument("--sections", default="", help=f"comma separated, of {', '.join(SECTIONS)}; all by default")
+    parser.add_argument("--only", default="", help="time only rows whose name contains this")
+    parser.add_argument("--budget-s", type=float, default=355, help="no section runs past this many seconds")
+    parser.add_argument("--section", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not args.section:
+        run_all(args)
+        return
+    results = Results(args.out)
+    run_checks(args.section, results)
+    run_timings(args.section, results, args.only)
+
+
+if __name__ == "__main__":
+    main()
