@@ -25,6 +25,7 @@ from scheduler.plan import Planner
 logger = logging.getLogger(__name__)
 
 MIN_GPU_DECODE_SIZE = 8  # see powers_of_two
+ALLOCATOR_SLACK_BYTES = 512 << 20  # what fragmentation and small buffers may take of the device's memory pool
 
 
 class DeviceExecutor:
@@ -140,4 +141,6 @@ def _num_blocks(config: EngineConfig, runner: ModelRunner, device: jax.Device) -
     free = free_device_bytes(device)
     if free is None:
         raise RuntimeError(f"{device} does not say how much memory is free: set kv_cache_memory_bytes.")
-    return num_blocks_that_fit(spec, limits, free, runner.workspace_bytes())
+    # With async scheduling the workspace of a second step can be taken while the first one runs.
+    workspace = 2 * runner.workspace_bytes() + ALLOCATOR_SLACK_BYTES
+    return num_blocks_that_fit(spec, limits, free, workspace)

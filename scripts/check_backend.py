@@ -10,6 +10,7 @@ relative error of any step's logits is above the limit.
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -53,14 +54,19 @@ class LogitsRunner:
             config.num_layers, config.num_kv_heads, config.head_dim, limits.block_size, jnp.dtype(config.dtype)
         )
         # NaN in every slot that nothing wrote: reading one shows.
+        self.steps: dict[BucketKey, Callable] = {}
         self.kv_cache = jnp.full(spec.shape(num_blocks), jnp.nan, spec.dtype)
         self.state = DeviceState.zeros(limits)
 
     def run(self, plan: StepPlan, last_tokens: np.ndarray) -> np.ndarray:
         """f32[num_reqs, V] logits; last_tokens i32[max_num_seqs] stands for what the step before sampled."""
         self.state = replace(self.state, last_tokens=jnp.asarray(last_tokens))
-        options = compiler_options(jax.default_backend())
-        step = jax.jit(partial(self._step, plan.key), donate_argnums=(1, 2), compiler_options=options or None)
+        if plan.key not in self.steps:
+            options = compiler_options(jax.default_backend()) or None
+            self.steps[plan.key] = jax.jit(
+                partial(self._step, plan.key), donate_argnums=(1, 2), compiler_options=options
+            )
+        step = self.steps[plan.key]
         logits, self.kv_cache, self.state = step(self.params, self.kv_cache, self.state, plan.buffer)
         return np.asarray(logits)[: plan.num_reqs]
 
