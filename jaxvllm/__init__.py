@@ -1,1 +1,45 @@
-"""LLM inference for NVIDIA GPUs in JAX, after the architecture of vLLM V1."""
+"""LLM inference for NVIDIA GPUs in JAX, after the architecture of vLLM V1.
+
+Names are imported on first use: the core's process and `jaxvllm --help` need few of them.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxvllm.config import EngineArgs
+    from jaxvllm.engine import LLM, Engine
+    from jaxvllm.errors import EngineDeadError
+    from jaxvllm.llm_engine import LLMEngine
+    from jaxvllm.outputs import CompletionOutput, RequestOutput
+    from scheduler.sampling_params import RequestOutputKind, SamplingParams
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Engine",
+    "EngineArgs",
+    "EngineDeadError",
+    "LLMEngine",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+]
+
+_MODULES = {
+    "LLM": "jaxvllm.engine",
+    "CompletionOutput": "jaxvllm.outputs",
+    "Engine": "jaxvllm.engine",
+    "EngineArgs": "jaxvllm.config",
+    "EngineDeadError": "jaxvllm.errors",
+    "LLMEngine": "jaxvllm.llm_engine",
+    "RequestOutput": "jaxvllm.outputs",
+    "RequestOutputKind": "scheduler.sampling_params",
+    "SamplingParams": "scheduler.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -3,12 +3,12 @@
 vLLM keeps this in a forward context that layers look up; here it is a pytree, unpacked in layers/attention.py only.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
 
-from pallas_kernels import AttentionWork, Backend, Kind
+from pallas_kernels import AttentionWork, Backend, Kind, make_attention_work
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -26,3 +26,24 @@ class AttentionMetadata:
     kind: Kind = field(metadata={"static": True})
     backend: Backend = field(metadata={"static": True})
     work: AttentionWork | None = None  # from make_attention_work, once a step; None for the reference
+
+    def with_work(self, num_heads: int, num_kv_heads: int, block_size: int) -> "AttentionMetadata":
+        """The same with the kernels' work lists, cut on the device: the plan knows lengths but no heads.
+
+        Args:
+          num_heads, num_kv_heads: of the model, or of its part on one device.
+          block_size: slots of a KV cache block.
+        """
+        work = make_attention_work(
+            self.seq_lens,
+            self.query_start_loc,
+            self.num_decodes,
+            self.num_reqs,
+            num_tokens=len(self.slot_mapping),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            block_size=block_size,
+            kind=self.kind,
+            backend=self.backend,
+        )
+        return replace(self, work=work)

@@ -1,7 +1,7 @@
 """What the ops mean, in plain XLA: the CPU path, the path of GPUs without kernels, and the oracle of the tests.
 
 Nothing is sized by max_model_len: loops run over chunks of keys with a trip count taken from the lengths.
-Einsum letters: B rows  K kv heads  M queries of one kv head  H head_dim  P blocks of a chunk  S block_size
+Einsum letters: B rows  P pieces of a chunk of keys  S keys of a piece  K kv heads  M queries of one kv head  H head_dim
 """
 
 from functools import partial
@@ -125,40 +125,35 @@ def _attend(
     Returns:
       f32[B, K, M, H]; zeros for queries that see no key.
     """
-    batch, num_kv_heads, num_queries, head_dim = q.shape
     block_size = kv_cache.shape[4]
     chunk_blocks = max(1, min(KEYS_PER_CHUNK // block_size, block_tables.shape[1]))
     chunk_keys = chunk_blocks * block_size
     # Padded to whole chunks: a dynamic slice that runs over the end would be shifted back.
     tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % chunk_blocks)))
-    # The keys that some query of a row sees: [first_key, end_key).
-    end_key = jnp.max(positions, axis=1) + 1
-    first_key = jnp.zeros_like(end_key)
-    if sliding_window is not None:
-        lowest = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions), axis=1)
-        first_key = jnp.where(end_key > 0, jnp.maximum(lowest - sliding_window + 1, 0), 0)
-    q = q.astype(jnp.float32) * scale
+    first_key, end_key = _visible_range(positions, sliding_window)
+    q = (q.astype(jnp.float32) * scale)[:, None]
+    # For few queries a matmul a block, which spares a transposed copy of the keys; else one for the whole chunk.
+    pieces = chunk_blocks if q.shape[3] < block_size else 1
 
-    def step(chunk: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    def step(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, acc = carry
         block_ids = lax.dynamic_slice_in_dim(tables, chunk * chunk_blocks, chunk_blocks, axis=1)
         keys = chunk * chunk_keys + jnp.arange(chunk_keys)
         is_read = (keys >= first_key[:, None]) & (keys < end_key[:, None])
-        k, v = _read_chunk(kv_cache, layer, block_ids, is_read)
-        scores = jnp.einsum("bkmh,bpksh->bkmps", q, k, precision="highest").reshape(*q.shape[:3], chunk_keys)
+        k, v = (_read_chunk(kv_cache, layer, block_ids, part, is_read, pieces) for part in (0, 1))
+        many_q = jnp.broadcast_to(q, (*k.shape[:3], *q.shape[3:]))
+        scores = jnp.einsum("bpkmh,bpksh->bpkms", many_q, k, precision="highest")
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        visible = keys <= positions[:, :, None]
-        if sliding_window is not None:
-            visible &= keys > positions[:, :, None] - sliding_window
-        visible = visible[:, None]
-        new_highest = jnp.maximum(highest, jnp.max(jnp.where(visible, scores, _MIN_SCORE), axis=-1))
-        weights = jnp.where(visible, jnp.exp(scores - new_highest[..., None]), 0)
+        visible = _is_visible(keys.reshape(pieces, 1, -1), positions, sliding_window)
+        new_highest = jnp.maximum(highest, jnp.max(jnp.where(visible, scores, _MIN_SCORE), axis=(1, 4)))
+        weights = jnp.where(visible, jnp.exp(scores - new_highest[:, None, :, :, None]), 0)
         rescale = jnp.exp(highest - new_highest)
-        split = weights.reshape(*q.shape[:3], chunk_blocks, block_size)
-        acc = acc * rescale[..., None] + jnp.einsum("bkmps,bpksh->bkmh", split, v, precision="highest")
-        return new_highest, total * rescale + jnp.sum(weights, axis=-1), acc
+        chunk_acc = jnp.sum(jnp.einsum("bpkms,bpksh->bpkmh", weights, v, precision="highest"), axis=1)
+        total = total * rescale + jnp.sum(weights, axis=(1, 4))
+        return new_highest, total, acc * rescale[..., None] + chunk_acc
 
+    batch, _, num_kv_heads, num_queries, head_dim = q.shape
     rows = (batch, num_kv_heads, num_queries)
     start = (jnp.full(rows, _MIN_SCORE), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
     first_chunk = jnp.min(jnp.where(end_key > 0, first_key, jnp.iinfo(jnp.int32).max)) // chunk_keys
@@ -167,21 +162,42 @@ def _attend(
     return acc / jnp.where(total > 0, total, 1)[..., None]
 
 
-def _read_chunk(
-    kv_cache: jax.Array, layer: jax.Array, block_ids: jax.Array, is_read: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Gather the blocks of a chunk as f32 keys and values.
+def _visible_range(positions: jax.Array, sliding_window: int | jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """First key and end of the keys that any of a row's queries sees, i32[B] each; 0, 0 if none does."""
+    end_key = jnp.max(positions, axis=1) + 1
+    if sliding_window is None:
+        return jnp.zeros_like(end_key), end_key
+    lowest = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions), axis=1)
+    return jnp.where(end_key > 0, jnp.maximum(lowest - sliding_window + 1, 0), 0), end_key
 
-    Slots outside [first_key, end_key) become zero in both: masking the scores alone would leave 0 * NaN in V.
+
+def _is_visible(keys: jax.Array, positions: jax.Array, sliding_window: int | jax.Array | None) -> jax.Array:
+    """bool[B, P, 1, 1 or M, S] for keys i32[P, 1, S] and positions i32[B, 1 or M]."""
+    here = positions[:, None, :, None]
+    visible = keys <= here
+    if sliding_window is not None:
+        visible &= keys > here - sliding_window
+    return visible[:, :, None]
+
+
+def _read_chunk(
+    kv_cache: jax.Array, layer: jax.Array, block_ids: jax.Array, part: int, is_read: jax.Array, pieces: int
+) -> jax.Array:
+    """Gather the keys (part 0) or values (1) of a chunk's blocks.
+
+    Slots outside what a row reads become zero: masking the scores alone would leave 0 * NaN in the values.
 
     Args:
-      block_ids: i32[B, P].
-      is_read: bool[B, P * S].
+      block_ids: i32[B, blocks].
+      is_read: bool[B, keys].
+      pieces: into how many runs of keys the chunk is cut: the number of blocks, or 1.
 
     Returns:
-      k, v: f32[B, P, K, S, H].
+      f32[B, pieces, K, keys / pieces, H].
     """
-    kv = kv_cache.at[layer, block_ids].get(mode="clip")
-    is_read = is_read.reshape(*block_ids.shape, 1, 1, kv.shape[4], 1)
-    kv = jnp.where(is_read, kv, 0).astype(jnp.float32)
-    return kv[:, :, 0], kv[:, :, 1]
+    blocks = kv_cache.at[layer, block_ids, part].get(mode="clip")
+    batch, num_blocks, num_kv_heads, block_size, head_dim = blocks.shape
+    blocks = jnp.where(is_read.reshape(batch, num_blocks, 1, block_size, 1), blocks, 0).astype(jnp.float32)
+    if pieces == num_blocks:
+        return blocks
+    return blocks.swapaxes(1, 2).reshape(batch, 1, num_kv_heads, num_blocks * block_size, head_dim)

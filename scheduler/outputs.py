@@ -17,6 +17,7 @@ class NewRequestData:
       prompt_token_ids: the prompt.
       block_ids: all blocks of the request, prefix hits first.
       num_computed_tokens: tokens whose KV is in those blocks already (a prefix hit).
+      eos_token_id: masked, like the stop ids, until min_tokens is reached (with ignore_eos too).
     """
 
     request_id: str
@@ -24,6 +25,7 @@ class NewRequestData:
     sampling_params: SamplingParams
     block_ids: list[int]
     num_computed_tokens: int
+    eos_token_id: int | None = None
 
 
 @dataclass(slots=True)
@@ -93,6 +95,7 @@ class SchedulerStats:
     prefix_cache_queries: int = 0  # tokens looked up since the start
     prefix_cache_hits: int = 0  # tokens found since the start
     num_preemptions: int = 0  # since the start
+    num_recomputed_tokens: int = 0  # since the start: computed again after a pre-emption, prefix hits left out
     num_scheduled_tokens: int = 0  # in this step
 
 

@@ -24,8 +24,7 @@ class SamplingParams:
     """Sampling parameters of one request, field by field as in vLLM 0.22 (vllm/sampling_params.py).
 
     Raises:
-      ValueError: a field is out of its range; the message names field, value and range.
-      TypeError: a field has the wrong type.
+      ValueError: a field has the wrong type or is out of its range; the message names field, value and range.
     """
 
     n: int = 1
@@ -83,16 +82,16 @@ class SamplingParams:
             if value is None and name in optional_ints:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r} must be an integer.")
+                raise ValueError(f"{name}={value!r} must be an integer.")
         for name in floats:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name}={value!r} must be a number.")
+                raise ValueError(f"{name}={value!r} must be a number.")
             if not math.isfinite(value):
                 raise ValueError(f"{name}={value!r} must be finite.")
         for name in bools:
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
 
     def _check_ranges(self) -> None:
         ranges = {
@@ -124,7 +123,7 @@ class SamplingParams:
     def _normalise(self) -> None:
         stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
         if not all(isinstance(s, str) for s in stops):
-            raise TypeError(f"stop={self.stop!r} must be a string or a list of strings.")
+            raise ValueError(f"stop={self.stop!r} must be a string or a list of strings.")
         if "" in stops:
             raise ValueError(f"stop={self.stop!r} must not hold an empty string.")
         if stops and not self.detokenize:
@@ -132,7 +131,7 @@ class SamplingParams:
         self.stop = stops
         ids = list(self.stop_token_ids or ())
         if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-            raise TypeError(f"stop_token_ids={self.stop_token_ids!r} must be a list of integers.")
+            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of integers.")
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(f"stop_token_ids holds {len(ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed.")
         self.stop_token_ids = ids

@@ -59,10 +59,9 @@ class QKVProjection(nnx.Module):
             stored = (kv_heads * (group + 2) * head_dim, config.hidden_size)
             weights = (CheckpointTensor(fused_name, stored, convert=merge),)
         self.weight = declare(ParamSpec(shape, dtype, (None, "kv_heads", None, None), weights))
-        self.bias = None
-        if config.attention_bias:
-            biases = tuple(_head_parts(prefix, "bias", kv_heads, group, head_dim))
-            self.bias = declare(ParamSpec(shape[1:], dtype, ("kv_heads", None, None), biases, "zeros"))
+        biases = tuple(_head_parts(prefix, "bias", kv_heads, group, head_dim))
+        bias_spec = ParamSpec(shape[1:], dtype, ("kv_heads", None, None), biases, "zeros")
+        self.bias = declare(bias_spec) if config.attention_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Project."""

@@ -46,12 +46,11 @@ class GateUpProjection(nnx.Module):
             split = partial(_split_rows, hidden=hidden)
             sources = (CheckpointTensor(fused_name, (2 * ffn, hidden), convert=split),)
         self.weight = declare(ParamSpec((hidden, 2, ffn), dtype, axes, sources))
-        self.bias = None
-        if config.mlp_bias:
-            biases = tuple(
-                CheckpointTensor(f"{prefix}.{name}.bias", (ffn,), (i, slice(None))) for i, name in enumerate(names)
-            )
-            self.bias = declare(ParamSpec((2, ffn), dtype, axes[1:], biases, "zeros"))
+        biases = tuple(
+            CheckpointTensor(f"{prefix}.{name}.bias", (ffn,), (i, slice(None))) for i, name in enumerate(names)
+        )
+        bias_spec = ParamSpec((2, ffn), dtype, axes[1:], biases, "zeros")
+        self.bias = declare(bias_spec) if config.mlp_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Project."""

@@ -56,7 +56,7 @@ class ParamSpec:
         """The axes as mesh axes."""
         return jax.sharding.PartitionSpec(*(SHARDING_RULES.get(a) if a else None for a in self.axes))
 
-    def sharding(self, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+    def sharding(self, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> jax.sharding.NamedSharding:
         """Where the weight lies on a mesh with a "tp" axis: split by partition_spec where that divides evenly.
 
         A dimension that the mesh does not divide (a vocabulary of odd size) is kept whole on every device.
@@ -88,7 +88,7 @@ def param_specs(model: nnx.Module) -> dict[str, ParamSpec]:
     return {".".join(map(str, path)): param.spec for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
-def bind(model: nnx.Module, params: dict[str, jax.Array]) -> nnx.Module:
+def bind[M: nnx.Module](model: M, params: dict[str, jax.Array]) -> M:
     """A copy of `model` whose weights are `params`, arrays or tracers: call it where the step is traced.
 
     Args:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,11 @@ class LayerContext:
     sliding_window: int | jax.Array | None
 
 
+def default_unroll() -> bool:
+    """Whether run_layers unrolls where nobody chose: everywhere but on a CPU."""
+    return jax.default_backend() != "cpu"
+
+
 def run_layers(
     layers: nnx.Module,
     hidden: jax.Array,
@@ -103,23 +109,27 @@ def run_layers(
     """
     graphdef, state = nnx.split(layers)
     weights = nnx.to_pure_dict(state)
-    layer_numbers = jnp.arange(len(kind_of_layer), dtype=jnp.int32)
 
-    def run_layer(weights, hidden, kv_cache, inputs, layer, kind):
+    def run_layer(
+        weights: dict, hidden: jax.Array, kv_cache: jax.Array, inputs: LayerInputs, layer: jax.Array, kind: Any
+    ) -> tuple[jax.Array, jax.Array]:
         return nnx.merge(graphdef, weights)(hidden, kv_cache, inputs.at(layer, kind))
 
     if unroll:
         run_one = jax.jit(run_layer, static_argnames="kind")
         for i, kind in enumerate(kind_of_layer):
             of_layer = jax.tree.map(lambda w, i=i: w[i], weights)
-            hidden, kv_cache = run_one(of_layer, hidden, kv_cache, inputs, layer_numbers[i], kind=kind)
+            # A constant: an element of an array would be one more kernel a layer.
+            hidden, kv_cache = run_one(of_layer, hidden, kv_cache, inputs, jnp.array(i, jnp.int32), kind=kind)
         return hidden, kv_cache
 
     is_uniform = len(set(kind_of_layer)) == 1
     kinds = jnp.array(kind_of_layer, jnp.int32)
 
-    def step(carry, per_layer):
+    def step(carry: tuple[jax.Array, jax.Array], per_layer: tuple) -> tuple[tuple[jax.Array, jax.Array], None]:
         of_layer, layer, kind = per_layer
-        return run_layer(of_layer, *carry, inputs, layer, kind_of_layer[0] if is_uniform else kind), None
+        hidden, kv_cache = carry
+        return run_layer(of_layer, hidden, kv_cache, inputs, layer, kind_of_layer[0] if is_uniform else kind), None
 
+    layer_numbers = jnp.arange(len(kind_of_layer), dtype=jnp.int32)
     return jax.lax.scan(step, (hidden, kv_cache), (weights, layer_numbers, kinds))[0]

@@ -8,7 +8,7 @@ from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.layers.embedding import Embedding
 from jaxvllm.layers.norm import RMSNorm
 from jaxvllm.layers.parameter import stack_layers
-from jaxvllm.layers.run_layers import LayerInputs, LayerKinds, run_layers
+from jaxvllm.layers.run_layers import LayerInputs, LayerKinds, default_unroll, run_layers
 from jaxvllm.model_config import ModelConfig
 
 
@@ -22,8 +22,8 @@ class CausalLM(nnx.Module):
         self,
         config: ModelConfig,
         layer: nnx.Module,
-        norm: RMSNorm,
         *,
+        unit_offset_norm: bool = False,
         embedding_scale: float | None = None,
         logit_soft_cap: float | None = None,
         unroll_layers: bool | None = None,
@@ -32,12 +32,12 @@ class CausalLM(nnx.Module):
 
         Args:
           layer: one decoder layer, not stacked; its checkpoint names have "{layer}" for the number.
-          norm: after the last layer.
+          unit_offset_norm: the norm after the last layer is Gemma's; see RMSNorm.
           embedding_scale: factor on the embeddings, in the model's dtype.
           logit_soft_cap: logits become cap * tanh(logits / cap).
           unroll_layers: see run_layers; None unrolls unless JAX runs on a CPU.
         """
-        self.unroll_layers = jax.default_backend() != "cpu" if unroll_layers is None else unroll_layers
+        self.unroll_layers = default_unroll() if unroll_layers is None else unroll_layers
         self.head_dim = config.head_dim
         self.layer_kinds = LayerKinds.from_config(config)
         self.embedding_scale = embedding_scale
@@ -45,7 +45,9 @@ class CausalLM(nnx.Module):
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embed_tokens = Embedding(vocab, hidden, "model.embed_tokens.weight", dtype=config.dtype)
         self.layers = stack_layers(layer, config.num_layers)
-        self.norm = norm
+        self.norm = RMSNorm(
+            hidden, "model.norm.weight", eps=config.rms_norm_eps, dtype=config.dtype, unit_offset=unit_offset_norm
+        )
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Embedding(vocab, hidden, "lm_head.weight", dtype=config.dtype)
 

@@ -1,5 +1,7 @@
 """Llama (1 to 3.x), SmolLM2 and everything else of that shape."""
 
+from functools import partial
+
 import jax
 from flax import nnx
 
@@ -34,17 +36,23 @@ class LlamaDecoderLayer(nnx.Module):
         return x + self.mlp(self.post_attention_layernorm(x)), kv_cache
 
 
+def llama_layer(config: ModelConfig, *, qk_norm: bool = False) -> LlamaDecoderLayer:
+    """The layer of Llama and of families that differ in biases, windows or, with `qk_norm`, in normed heads."""
+    prefix = f"{LAYER_PREFIX}.self_attn"
+    norm = partial(RMSNorm, config.head_dim, eps=config.rms_norm_eps, dtype=config.dtype)
+    attention = Attention(
+        config,
+        QKVProjection(config, prefix),
+        OutputProjection(config, f"{prefix}.o_proj", bias=config.attention_output_bias),
+        q_norm=norm(f"{prefix}.q_norm.weight") if qk_norm else None,
+        k_norm=norm(f"{prefix}.k_norm.weight") if qk_norm else None,
+    )
+    return LlamaDecoderLayer(config, attention, GatedMLP(config, f"{LAYER_PREFIX}.mlp"))
+
+
 class LlamaForCausalLM(CausalLM):
-    """Also Mistral, Qwen2: what differs there (sliding window, biases) is in the config."""
+    """Rope, grouped-query attention, gated SiLU, RMSNorm before each half of a layer."""
 
     def __init__(self, config: ModelConfig, *, unroll_layers: bool | None = None):
         """Declare the weights of `config`; see CausalLM."""
-        prefix = f"{LAYER_PREFIX}.self_attn"
-        attention = Attention(
-            config,
-            QKVProjection(config, prefix),
-            OutputProjection(config, f"{prefix}.o_proj", bias=config.attention_output_bias),
-        )
-        layer = LlamaDecoderLayer(config, attention, GatedMLP(config, f"{LAYER_PREFIX}.mlp"))
-        norm = RMSNorm(config.hidden_size, "model.norm.weight", eps=config.rms_norm_eps, dtype=config.dtype)
-        super().__init__(config, layer, norm, unroll_layers=unroll_layers)
+        super().__init__(config, llama_layer(config), unroll_layers=unroll_layers)

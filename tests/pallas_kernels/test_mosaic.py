@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, expected_attention, make_case
 
 from pallas_kernels import make_attention_work, paged_attention, unsupported_reason, write_kv_cache
 from pallas_kernels.mosaic import attend
 from pallas_kernels.tuning import INTERPRET, AttentionConfig
 from pallas_kernels.work_lists import cut_attention_work
+from tests.pallas_kernels.attention_cases import AttentionCase, expected_attention, make_case
 
 SCALE = 0.17
 BACKEND = "mosaic_gpu_interpret"

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, expected_attention, make_case
 
 from pallas_kernels import paged_attention, write_kv_cache
+from tests.pallas_kernels.attention_cases import AttentionCase, expected_attention, make_case
 
 SCALE = 0.31
 

@@ -52,6 +52,11 @@ class PagedDriver:
         """A new request; `shared_blocks` already hold its first tokens (a prefix-cache hit)."""
         return PagedSequence(list(map(int, token_ids)), list(shared_blocks), len(shared_blocks) * self.block_size)
 
+    @property
+    def compiled_text(self) -> str:
+        """The optimised HLO of the last step's program."""
+        return self._step.lower(*self._last_arguments).compile().as_text()
+
     def preempt(self, sequence: PagedSequence) -> None:
         """Take the blocks away; the next owner finds them poisoned."""
         blocks = np.array(sequence.block_ids)
@@ -83,7 +88,9 @@ class PagedDriver:
         num_decodes = next((i for i, (_, n) in enumerate(scheduled) if n > 1), len(scheduled))
         scalars = (np.int32(x) for x in (num_decodes, len(scheduled), start))
         metadata = AttentionMetadata(slots, tables, seq_lens, starts, *scalars, kind=kind, backend="reference")
-        logits, self.kv_cache = self._step(self.params, self.kv_cache, ids, positions, metadata)
+        arguments = (self.params, self.kv_cache, ids, positions, metadata)
+        self._last_arguments = jax.tree.map(_shape_of, arguments)
+        logits, self.kv_cache = self._step(*arguments)
         logits = np.asarray(logits)
         return [logits[starts[row] : starts[row + 1]] for row in range(len(scheduled))]
 
@@ -99,3 +106,7 @@ def _step(model, params, kv_cache, input_ids, positions, metadata):
     bound = bind(model, params)
     hidden, kv_cache = bound(input_ids, positions, kv_cache, metadata)
     return bound.compute_logits(hidden), kv_cache
+
+
+def _shape_of(array: jax.Array | np.ndarray) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=getattr(array, "sharding", None))

@@ -2,13 +2,21 @@
 
 import numpy as np
 import pytest
-from tiny_models import TinyModel, tiny_model
+
+from tests.parity.tiny_models import TinyModel, tiny_model
 
 TOLERANCE = 1e-4
 PROMPT = np.random.default_rng(11).integers(3, 131, 41).tolist()
 
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {"hidden_size": 48, "head_dim": None}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 11}),
+    "phi3": ("Phi3Config", {"sliding_window": 17, "hidden_size": 48, "head_dim": None}),
+    "gemma2": ("Gemma2Config", {"sliding_window": 11, "query_pre_attn_scalar": 13}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 11, "query_pre_attn_scalar": 13, "sliding_window_pattern": 2}),
+    "opt": ("OPTConfig", {"ffn_dim": 58, "word_embed_proj_dim": 42, "head_dim": None, "num_key_value_heads": None}),
 }
 
 

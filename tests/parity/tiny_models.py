@@ -9,13 +9,13 @@ import numpy as np
 import torch
 import transformers
 from flax import nnx
-from paged_driver import PagedDriver
 
 from jaxvllm.layers.parameter import param_specs
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.models.registry import get_model_class
 from jaxvllm.weights.checkpoint import TensorInfo
 from jaxvllm.weights.load import load_params
+from tests.parity.paged_driver import PagedDriver
 
 # Unequal, mostly prime: a swapped axis cannot pass.
 SIZES = {
@@ -66,9 +66,9 @@ class TinyModel:
             return self.torch_model(torch.tensor([token_ids]), use_cache=False).logits[0].float().numpy()
 
     def greedy(self, token_ids: list[int], count: int) -> list[int]:
-        """`count` tokens of transformers' own greedy generation."""
+        """`count` tokens of transformers' own greedy generation, past any end-of-sequence token."""
         out = self.torch_model.generate(
-            torch.tensor([token_ids]), max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+            torch.tensor([token_ids]), max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=-1
         )
         return out[0, len(token_ids) :].tolist()
 
@@ -77,11 +77,15 @@ class TinyModel:
 def tiny_model(config_class: str, seed: int = 0, unroll_layers: bool | None = None, **changes) -> TinyModel:
     """Build transformers' model from a config and a seed, and ours from its config.json and state_dict.
 
+    Args:
+      changes: fields of the config, over SIZES; None removes one, a frozenset of items stands for a dict.
+
     All weights are redrawn: what transformers starts at 0 or 1 (biases, norms) would hide mistakes.
     """
     torch.manual_seed(seed)
     changes = {key: dict(value) if isinstance(value, frozenset) else value for key, value in changes.items()}
-    hf_config = getattr(transformers, config_class)(**{**SIZES, **changes}, attn_implementation="eager")
+    sizes = {key: value for key, value in {**SIZES, **changes}.items() if value is not None}
+    hf_config = getattr(transformers, config_class)(**sizes, attn_implementation="eager")
     torch_model = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         for parameter in torch_model.parameters():

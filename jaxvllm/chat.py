@@ -1,0 +1,54 @@
+"""Chat messages as the caller writes them, made into what a chat template takes."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Message = Mapping[str, Any]
+
+
+def read_chat_template(template: str | None) -> str | None:
+    """A chat template's text, from the text itself or from the file that holds it.
+
+    Raises: ValueError if it is neither.
+    """
+    if template is None or any(mark in template for mark in "{}\n"):
+        return template
+    if not Path(template).is_file():
+        raise ValueError(f"chat_template={template!r} is neither a file nor Jinja text ('{{{{ ... }}}}').")
+    return Path(template).read_text(encoding="utf-8")
+
+
+def split_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[dict[str, Any]]]:
+    """One conversation or a list of them, each as a list of plain messages.
+
+    Raises: ValueError for something that is no message; NotImplementedError for content that is not text.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise ValueError(
+            f"messages must be a list of messages such as {{'role': 'user', 'content': 'Hello'}}, or a list of such "
+            f"lists, got {type(messages).__name__}."
+        )
+    is_single = any(isinstance(message, Mapping) for message in messages)
+    conversations = [messages] if is_single else messages
+    return [[_plain(message) for message in conversation] for conversation in conversations]
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"message {message!r} must be a dict with a 'role' and a 'content'.")
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        return {**message, "content": "\n".join(_part_text(part) for part in content)}
+    if content is not None and not isinstance(content, str):
+        raise ValueError(f"message content {content!r} must be text or a list of parts.")
+    return dict(message)
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise NotImplementedError(f"message part of type {kind!r} is not supported: only text is.")

@@ -1,0 +1,304 @@
+"""EngineArgs (what the caller says, with vLLM's names) and EngineConfig (what was made of it).
+
+The only module that reads the environment.
+"""
+
+import difflib
+import os
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin
+
+from jaxvllm.device_probe import GpuInfo, has_cuda_plugin, has_nvidia_device, probe_gpu
+from jaxvllm.vllm_args import NOT_BUILT, reject_not_built
+from scheduler.config import SchedulerConfig
+
+Device = Literal["cpu", "gpu"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+BLOCK_SIZES = (16, 32, 64, 128)
+CPU_KV_CACHE_BYTES = 1 << 30
+LARGE_GPU_BYTES = 70 << 30
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+DEFAULT_EXECUTOR = "jaxvllm.executor:make_executor"
+_DTYPES = {
+    "auto": "auto",
+    "float32": "float32",
+    "float": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+}
+
+
+@dataclass(frozen=True)
+class ModelLoadConfig:
+    """Which model, and how its weights come in.
+
+    Attributes:
+      model: local folder, GGUF file, hub id, or None for the default model.
+      dtype: "auto" is float32 on a CPU and the checkpoint's own on a GPU.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    download_dir: str | None = None
+    load_format: LoadFormat = "auto"
+    dtype: str = "auto"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """How large the KV pool is. num_blocks counts the null block; None: sized by the executor.
+
+    kv_cache_bytes is the pool's size where it is fixed (a CPU, or kv_cache_memory_bytes); otherwise the pool takes
+    what gpu_memory_utilization of the GPU's memory leaves after weights and workspace.
+    """
+
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.92
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything the engine core is told; plain data, so that it travels to the core's process.
+
+    Attributes:
+      executor: "module:function" that makes the Executor from this config.
+      seed: of requests that bring none; None: the operating system's entropy.
+      attention_backend: None: chosen by the device.
+    """
+
+    model: ModelLoadConfig = field(default_factory=ModelLoadConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    device: Device = "cpu"
+    attention_backend: str | None = None
+    executor: str = DEFAULT_EXECUTOR
+    seed: int | None = 0
+
+    def core_environment(self) -> dict[str, str]:
+        """Variables that the core's process needs before JAX starts, where the caller's environment has none."""
+        wanted = {"JAX_PLATFORMS": "cpu"} if self.device == "cpu" else {}
+        has_fraction = "XLA_CLIENT_MEM_FRACTION" in os.environ or "XLA_PYTHON_CLIENT_MEM_FRACTION" in os.environ
+        if self.device == "gpu" and not has_fraction:
+            wanted["XLA_CLIENT_MEM_FRACTION"] = f"{self.memory.gpu_memory_utilization:.4f}"
+        return {name: value for name, value in wanted.items() if name not in os.environ}
+
+    def apply_core_environment(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        """For an engine in this process: set the variables here. Has no effect if a JAX backend runs already."""
+        environ.update(self.core_environment())
+
+
+@dataclass(frozen=True, init=False)
+class EngineArgs:
+    """The engine's arguments with vLLM's names and defaults.
+
+    Every argument that vLLM's LLM and EngineArgs take is applied (the fields below) or refused by name (vllm_args).
+    None means: chosen by the device or by the model.
+
+    Raises:
+      NotImplementedError: an argument of vLLM that is not built here.
+      TypeError: an argument that neither knows.
+      ValueError: a value of the wrong type or out of range.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    tokenizer_mode: str = "auto"
+    skip_tokenizer_init: bool = False
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    download_dir: str | None = None
+    load_format: str = "auto"
+    dtype: str = "auto"
+    seed: int | None = 0
+    max_model_len: int | None = None
+    block_size: int | None = None
+    enable_prefix_caching: bool | None = None
+    gpu_memory_utilization: float = 0.92
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    long_prefill_token_threshold: int = 0
+    enable_chunked_prefill: bool | None = None
+    scheduler_reserve_full_isl: bool = True
+    scheduling_policy: str = "fcfs"
+    async_scheduling: bool | None = None
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | None = None
+    chat_template: str | None = None
+    attention_backend: str | None = None
+    disable_log_stats: bool = True
+    device: str = "auto"
+    multiprocess: bool | None = None
+    executor: str = DEFAULT_EXECUTOR
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
+        known = {f.name: f for f in fields(self)}
+        values: dict[str, Any] = {"model": model}
+        for name, value in kwargs.items():
+            if name in known:
+                values[name] = value
+            elif name in NOT_BUILT:
+                reject_not_built(name, value)
+            else:
+                raise TypeError(_unknown_argument(name, list(known)))
+        for name in known:
+            value = values.get(name, getattr(type(self), name))
+            object.__setattr__(self, name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+        self._check()
+
+    def _check(self) -> None:
+        _check_types(self)
+        choices = {
+            "tokenizer_mode": ("auto", "hf"),
+            "load_format": get_args(LoadFormat),
+            "dtype": tuple(_DTYPES),
+            "scheduling_policy": ("fcfs", "priority"),
+            "device": ("auto", "cpu", "gpu"),
+            "block_size": (None, *BLOCK_SIZES),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {_words(allowed)}.")
+        for name in ("max_model_len", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1; leave it out for the default.")
+        if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:
+            raise ValueError(
+                f"num_gpu_blocks_override={self.num_gpu_blocks_override} must be at least 2: block 0 is the null block."
+            )
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1].")
+        if self.skip_tokenizer_init and self.chat_template is not None:
+            raise ValueError("chat_template needs a tokenizer: set skip_tokenizer_init=False.")
+
+    @property
+    def use_multiprocess(self) -> bool:
+        """Whether the core gets a process of its own: the argument, else JAXVLLM_MULTIPROCESS, else yes."""
+        if self.multiprocess is not None:
+            return self.multiprocess
+        value = os.environ.get("JAXVLLM_MULTIPROCESS", "1")
+        if value not in ("0", "1"):
+            raise ValueError(f"environment variable JAXVLLM_MULTIPROCESS={value!r} must be 0 or 1.")
+        return value == "1"
+
+    def create_engine_config(self, max_position_embeddings: int) -> EngineConfig:
+        """Fill in what depends on the device and on the model.
+
+        Args:
+          max_position_embeddings: the longest context the model knows.
+
+        Raises: ValueError if max_model_len exceeds it, or limits contradict each other.
+        """
+        device = find_device() if self.device == "auto" else self.device
+        return EngineConfig(
+            model=ModelLoadConfig(
+                model=self.model,
+                tokenizer=self.tokenizer,
+                revision=self.revision,
+                tokenizer_revision=self.tokenizer_revision,
+                download_dir=self.download_dir,
+                load_format=self.load_format,  # type: ignore[arg-type]  # checked against LoadFormat
+                dtype="float32" if device == "cpu" and self.dtype == "auto" else _DTYPES[self.dtype],
+                seed=self.seed or 0,
+            ),
+            scheduler=self._scheduler_config(device, max_position_embeddings),
+            memory=self._memory_config(device),
+            device=device,  # type: ignore[arg-type]  # checked against Device
+            attention_backend=self.attention_backend,
+            executor=self.executor,
+            seed=self.seed,
+        )
+
+    def _scheduler_config(self, device: str, max_position_embeddings: int) -> SchedulerConfig:
+        max_model_len = self.max_model_len or max_position_embeddings
+        if max_model_len > max_position_embeddings:
+            raise ValueError(
+                f"max_model_len={max_model_len} must not exceed the model's max_position_embeddings="
+                f"{max_position_embeddings}: lower it or leave it out."
+            )
+        chunked = self.enable_chunked_prefill is not False
+        num_tokens, num_seqs = default_limits(device, probe_gpu(_first_gpu_index()) if device == "gpu" else None)
+        if not chunked:
+            num_tokens = max(num_tokens, max_model_len)
+        # A limit that was given bends the default of the other; two given limits may contradict and are refused.
+        max_num_batched_tokens = self.max_num_batched_tokens or max(num_tokens, self.max_num_seqs or 0)
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs or min(num_seqs, max_num_batched_tokens),
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            policy=self.scheduling_policy,  # type: ignore[arg-type]  # checked by SchedulerConfig
+            enable_chunked_prefill=chunked,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            reserve_full_isl=self.scheduler_reserve_full_isl,
+            async_scheduling=self.async_scheduling is not False,
+        )
+
+    def _memory_config(self, device: str) -> MemoryConfig:
+        fixed = self.kv_cache_memory_bytes
+        return MemoryConfig(
+            block_size=self.block_size or BLOCK_SIZES[0],
+            enable_prefix_caching=self.enable_prefix_caching is not False,
+            num_blocks=self.num_gpu_blocks_override,
+            kv_cache_bytes=CPU_KV_CACHE_BYTES if fixed is None and device == "cpu" else fixed,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+        )
+
+
+def log_level() -> str:
+    """How much the core's process logs: JAXVLLM_LOG_LEVEL, else INFO."""
+    level = os.environ.get("JAXVLLM_LOG_LEVEL", "INFO").upper()
+    if level not in LOG_LEVELS:
+        raise ValueError(f"environment variable JAXVLLM_LOG_LEVEL={level!r} must be one of {_words(LOG_LEVELS)}.")
+    return level
+
+
+def find_device() -> Device:
+    """The device that JAX in the core's process will find: a GPU if there is one that JAX can use."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms and platforms.split(",")[0] not in ("cuda", "gpu"):
+        return "cpu"
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    return "gpu" if has_cuda_plugin() and has_nvidia_device() and not is_hidden else "cpu"
+
+
+def default_limits(device: str, gpu: GpuInfo | None) -> tuple[int, int]:
+    """(max_num_batched_tokens, max_num_seqs) where the caller gives none; on a GPU vLLM's for offline use."""
+    if device == "cpu" or gpu is None:
+        return 512, 16
+    is_large = gpu.memory_bytes >= LARGE_GPU_BYTES and "A100" not in gpu.name.upper()
+    return (16384, 1024) if is_large else (8192, 256)
+
+
+def _first_gpu_index() -> int:
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return int(first) if first.isdigit() else 0
+
+
+def _check_types(args: EngineArgs) -> None:
+    for f in fields(args):
+        value = getattr(args, f.name)
+        allowed: Any = tuple(get_origin(kind) or kind for kind in get_args(f.type) or (f.type,))
+        if float in allowed:
+            allowed += (int,)
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            raise ValueError(f"{f.name}={value!r} must be of type {getattr(f.type, '__name__', f.type)}.")
+
+
+def _words(allowed: tuple[Any, ...]) -> str:
+    return ", ".join(repr(a) for a in allowed if a is not None)
+
+
+def _unknown_argument(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, [*known, *NOT_BUILT], n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"EngineArgs got an unexpected argument {name!r}.{hint}"

@@ -1,0 +1,157 @@
+"""EngineCore: schedule, execute, update, with up to two steps in flight. `python -m jaxvllm.core` is its process."""
+
+import importlib
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.core_messages import EngineCoreInfo, EngineCoreRequest
+from scheduler.config import CacheConfig
+from scheduler.outputs import EngineCoreOutputs, FinishedRequest, ModelRunnerOutput, SchedulerOutput
+from scheduler.request import Request, RequestStatus
+from scheduler.scheduler import make_scheduler
+
+
+class StepHandle(Protocol):
+    """A step that the device has been given."""
+
+    def wait(self) -> ModelRunnerOutput:
+        """The step's tokens; blocks until they are on the host."""
+        ...
+
+
+class Executor(Protocol):
+    """What the core asks of the device side: it plans a scheduled step and runs it."""
+
+    def initialize(self) -> int:
+        """Load the model, make the KV pool, compile what is compiled ahead. Returns its blocks, null block included.
+
+        Raises: ValueError for a model that cannot be served.
+        """
+        ...
+
+    def execute(self, scheduler_output: SchedulerOutput) -> StepHandle | None:
+        """Start a step without waiting for it, nor for the one before it.
+
+        Called for every SchedulerOutput, in order. One without tokens only says which requests ended: then None.
+        """
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges of the device side, by name; may be empty."""
+        ...
+
+    def shutdown(self) -> None:
+        """Free the device."""
+        ...
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """The Executor that config.executor ("module:function") makes."""
+    module, _, function = config.executor.partition(":")
+    return getattr(importlib.import_module(module), function)(config)
+
+
+class EngineCore:
+    """Owns the scheduler and the executor, and moves requests through them step by step.
+
+    Raises: ValueError if the KV pool is too small for one request of max_model_len tokens.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        self._executor = executor
+        num_blocks = executor.initialize()
+        memory, max_model_len = config.memory, config.scheduler.max_model_len
+        self.info = EngineCoreInfo(num_blocks, memory.block_size, max_model_len)
+        _check_pool(self.info)
+        self._scheduler = make_scheduler(
+            config.scheduler, CacheConfig(memory.block_size, num_blocks, memory.enable_prefix_caching)
+        )
+        self._depth = 2 if config.scheduler.async_scheduling else 1
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._rejected: dict[str, FinishedRequest] = {}
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request. One that the scheduler refuses ends with finish reason "error" in the next outputs."""
+        try:
+            self._scheduler.add_request(
+                Request(
+                    request.request_id,
+                    request.prompt_token_ids,
+                    request.sampling_params,
+                    eos_token_id=request.eos_token_id,
+                    arrival_time=request.arrival_time,
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                )
+            )
+        except ValueError as error:
+            self._rejected[request.request_id] = FinishedRequest("error", str(error))
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests early; unknown and finished ids are ignored."""
+        self._scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def has_work(self) -> bool:
+        """Whether step() has something to do."""
+        return bool(self._in_flight or self._rejected or self._scheduler.has_requests())
+
+    def step(self, read_inputs: Callable[[], None] = lambda: None) -> EngineCoreOutputs | None:
+        """Schedule and dispatch a step, and take the result of the oldest one unless more may be dispatched first.
+
+        Args:
+          read_inputs: called between the wait for a result and its use, so that an abort that came meanwhile counts.
+
+        Returns: what the callers are to hear; None if the step only filled the pipeline.
+        """
+        if len(self._in_flight) < self._depth and self._scheduler.has_requests():
+            scheduler_output = self._scheduler.schedule()
+            handle = self._executor.execute(scheduler_output)
+            if handle is not None:
+                self._in_flight.append((scheduler_output, handle))
+                if len(self._in_flight) < self._depth:
+                    return self._with_rejected(None)
+            elif not self._in_flight:
+                return self._with_rejected(self._scheduler.update_from_output(scheduler_output, ModelRunnerOutput()))
+        if not self._in_flight:
+            return self._with_rejected(None)
+        scheduler_output, handle = self._in_flight.popleft()
+        result = handle.wait()
+        read_inputs()
+        return self._with_rejected(self._scheduler.update_from_output(scheduler_output, result))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing happens, while requests hold blocks."""
+        return self._scheduler.reset_prefix_cache()
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges of the device side."""
+        return self._executor.metrics()
+
+    def shutdown(self) -> None:
+        """Drop what is in flight and free the device."""
+        self._in_flight.clear()
+        self._executor.shutdown()
+
+    def _with_rejected(self, outputs: EngineCoreOutputs | None) -> EngineCoreOutputs | None:
+        if self._rejected:
+            outputs = outputs or EngineCoreOutputs()
+            outputs.finished.update(self._rejected)
+            self._rejected = {}
+        return outputs
+
+
+def _check_pool(info: EngineCoreInfo) -> None:
+    if info.max_model_len > info.num_kv_tokens:
+        raise ValueError(
+            f"max_model_len={info.max_model_len} does not fit the KV cache, which holds {info.num_kv_tokens} tokens "
+            f"({info.num_blocks - 1} blocks of {info.block_size}): lower it to at most {info.num_kv_tokens}, "
+            "or enlarge the cache (kv_cache_memory_bytes, gpu_memory_utilization, num_gpu_blocks_override)."
+        )
+
+
+if __name__ == "__main__":
+    from jaxvllm.core_process import main
+
+    main()

@@ -1,0 +1,139 @@
+"""The engine core's process: reads requests, steps, sends outputs; ends when the front end does."""
+
+import gc
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from typing import Any
+
+import msgspec
+import zmq
+
+from jaxvllm import core_messages as messages
+from jaxvllm.core import EngineCore, make_executor
+from jaxvllm.core_messages import CoreFailure, CoreStart, EngineCoreRequest, UtilityCall, UtilityResult
+from scheduler.outputs import EngineCoreOutputs
+
+LOGGED_PACKAGES = ("jaxvllm", "scheduler", "pallas_kernels")
+PARENT_CHECK_S = 0.5
+LAST_WORDS_MS = 2000  # how long a dying core keeps trying to send why
+
+
+class CoreLoop:
+    """The busy loop: one thread, no locks. It blocks only on the device, or on its inbox when there is no work."""
+
+    def __init__(self, core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
+        self._core = core
+        self._inbox = inbox
+        self._outbox = outbox
+        self._is_running = True
+        self._encoder = msgspec.msgpack.Encoder()
+        self._add_decoder = msgspec.msgpack.Decoder(list[EngineCoreRequest])
+        self._abort_decoder = msgspec.msgpack.Decoder(list[str])
+        self._utility_decoder = msgspec.msgpack.Decoder(UtilityCall)
+
+    def run(self) -> None:
+        """Serve until the front end says shutdown."""
+        while self._is_running:
+            self._read_inputs(wait=not self._core.has_work())
+            if self._is_running and self._core.has_work():
+                outputs = self._core.step(self._read_inputs)
+                if outputs is not None and _says_something(outputs):
+                    self.send(messages.OUTPUTS, outputs)
+
+    def send(self, kind: bytes, body: Any) -> None:
+        """Send one message to the front end."""
+        self._outbox.send(kind + self._encoder.encode(body))
+
+    def _read_inputs(self, wait: bool = False) -> None:
+        """Handle everything in the inbox; `wait`: until there is something."""
+        if wait:
+            self._inbox.poll()
+        while self._is_running:
+            try:
+                message = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(message[:1], memoryview(message)[1:])
+
+    def _handle(self, kind: bytes, body: memoryview) -> None:
+        if kind == messages.ADD:
+            for request in self._add_decoder.decode(body):
+                self._core.add_request(request)
+        elif kind == messages.ABORT:
+            self._core.abort_requests(self._abort_decoder.decode(body))
+        elif kind == messages.UTILITY:
+            call = self._utility_decoder.decode(body)
+            methods = {"reset_prefix_cache": self._core.reset_prefix_cache, "metrics": self._core.metrics}
+            self.send(messages.UTILITY, UtilityResult(call.call_id, methods[call.method]()))
+        else:
+            assert kind == messages.SHUTDOWN, kind
+            self._is_running = False
+
+
+def main() -> None:
+    """Entry of `python -m jaxvllm.core`; never returns."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front end, which then aborts or ends the core
+    start = msgspec.json.decode(_read_line(), type=CoreStart)
+    threading.Thread(target=_end_with_parent, args=(start.parent_pid,), daemon=True).start()
+    sys.path.extend(path for path in start.sys_path if path not in sys.path)
+    logging.basicConfig(format="%(levelname)s %(asctime)s [core] %(message)s", datefmt="%H:%M:%S")
+    for package in LOGGED_PACKAGES:
+        logging.getLogger(package).setLevel(start.log_level)
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    outbox.setsockopt(zmq.SNDHWM, 0)
+    inbox.setsockopt(zmq.RCVHWM, 0)
+    inbox.connect(start.requests_address)
+    outbox.connect(start.outputs_address)
+    status = _serve(start, inbox, outbox)
+    inbox.close(linger=0)
+    outbox.close(linger=LAST_WORDS_MS)
+    context.term()
+    # Not sys.exit: threads of a dead device client may never end, and nobody is left who waits for them.
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _serve(start: CoreStart, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
+    try:
+        core = EngineCore(start.config, make_executor(start.config))
+        loop = CoreLoop(core, inbox, outbox)
+        loop.send(messages.READY, core.info)
+        gc.collect()
+        gc.freeze()  # what start-up made stays; later collections need not walk it
+        loop.run()
+        core.shutdown()
+    except BaseException as error:
+        failure = CoreFailure(type(error).__name__, str(error), traceback.format_exc())
+        outbox.send(messages.DEAD + msgspec.msgpack.encode(failure))
+        return 1
+    return 0
+
+
+def _says_something(outputs: EngineCoreOutputs) -> bool:
+    return bool(outputs.request_ids or outputs.finished)
+
+
+def _read_line() -> bytes:
+    """The first line of standard input, read without a buffer so that the watch sees the pipe's end."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        piece = os.read(0, 1 << 16)
+        if not piece:
+            os._exit(1)
+        line += piece
+    return bytes(line)
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    """Ends this process when the front end is gone: its pipe closes or, held open by a fork of it, its pid changes."""
+    while os.getppid() == parent_pid:
+        readable, _, _ = select.select([0], [], [], PARENT_CHECK_S)
+        if readable and not os.read(0, 1):
+            break
+    os._exit(1)

@@ -1,0 +1,65 @@
+"""What the device remembers between steps, one row a request: block table, last token, sampling record."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from scheduler.batch import BatchLimits
+from scheduler.records import RECORD_WIDTH
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class DeviceState:
+    """Persistent rows, donated to every step. Row numbers are those of scheduler.batch.Batch.
+
+    A row is rewritten in full when a request is admitted, so nothing of the request before survives.
+    """
+
+    block_tables: jax.Array  # i32[max_num_seqs, max_blocks] unused entries 0, the null block
+    last_tokens: jax.Array  # i32[max_num_seqs] the token sampled last, input of the next decode step
+    records: jax.Array  # i32[max_num_seqs, RECORD_WIDTH] see scheduler.records
+
+    @staticmethod
+    def shapes(limits: BatchLimits) -> "DeviceState":
+        """The same tree with ShapeDtypeStructs as leaves."""
+        rows = limits.max_num_seqs
+        return DeviceState(
+            jax.ShapeDtypeStruct((rows, limits.max_blocks), jnp.int32),  # pyright: ignore[reportArgumentType]
+            jax.ShapeDtypeStruct((rows,), jnp.int32),  # pyright: ignore[reportArgumentType]
+            jax.ShapeDtypeStruct((rows, RECORD_WIDTH), jnp.int32),  # pyright: ignore[reportArgumentType]
+        )
+
+    @staticmethod
+    def zeros(limits: BatchLimits) -> "DeviceState":
+        """All rows empty."""
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), DeviceState.shapes(limits))
+
+    def admit(self, admits: jax.Array) -> "DeviceState":
+        """Rewrite rows in full.
+
+        Args:
+          admits: i32[A, admit_width] row, record, block table; a row number of max_num_seqs is a pad and dropped.
+        """
+        rows = admits[:, 0]
+        return DeviceState(
+            self.block_tables.at[rows].set(admits[:, 1 + RECORD_WIDTH :], mode="drop"),
+            self.last_tokens.at[rows].set(0, mode="drop"),
+            self.records.at[rows].set(admits[:, 1 : 1 + RECORD_WIDTH], mode="drop"),
+        )
+
+    def append_blocks(self, appends: jax.Array) -> "DeviceState":
+        """Enter new blocks into block tables.
+
+        Args:
+          appends: i32[A, 3] row, index in the table, block id; a row number of max_num_seqs is a pad and dropped.
+        """
+        tables = self.block_tables.at[appends[:, 0], appends[:, 1]].set(appends[:, 2], mode="drop")
+        return replace(self, block_tables=tables)
+
+    def store_tokens(self, rows: jax.Array, token_ids: jax.Array, is_sampled: jax.Array) -> "DeviceState":
+        """Remember the tokens of the rows that sampled one; all arguments are [R]."""
+        targets = jnp.where(is_sampled, rows, self.last_tokens.shape[0])
+        return replace(self, last_tokens=self.last_tokens.at[targets].set(token_ids, mode="drop"))

@@ -1,0 +1,212 @@
+"""InputProcessor: what the caller gives becomes an EngineCoreRequest, or an error before anything is scheduled."""
+
+import copy
+import operator
+import random
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxvllm.core_messages import EngineCoreInfo, EngineCoreRequest
+from jaxvllm.model_info import ModelInfo
+from jaxvllm.output_processor import CallerRequest
+from jaxvllm.outputs import RequestMetrics
+from jaxvllm.tokenizer import Tokenizer
+from scheduler.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+# Fields of SamplingParams that the step does not apply yet. A request that sets one is refused by name.
+NOT_APPLIED = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logprobs",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "flat_logprobs",
+    "structured_outputs",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "extra_args",
+    "thinking_token_budget",
+    "repetition_detection",
+    "routed_experts_prompt_start",
+)
+_SEED_BITS = 63
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class ProcessedRequest:
+    """A request ready to be added: the caller's side, and what the core gets (one a completion)."""
+
+    caller: CallerRequest
+    children: list[EngineCoreRequest]
+
+
+@dataclass(slots=True)
+class _ParsedPrompt:
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None = None
+
+
+class InputProcessor:
+    """Tokenises and validates.
+
+    Args:
+      seed: of the seeds drawn for requests that bring none; None: the operating system's entropy.
+    """
+
+    def __init__(self, model: ModelInfo, tokenizer: Tokenizer | None, info: EngineCoreInfo, seed: int | None) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._info = info
+        self._seeds = random.Random(seed)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> ProcessedRequest:
+        """Make a request complete.
+
+        Raises:
+          ValueError: a value that can never be served; names it, the limit and the remedy.
+          NotImplementedError: a sampling parameter that is not applied yet.
+        """
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params={params!r} must be a SamplingParams.")
+        parsed = self._parse(prompt)
+        self._check_prompt(parsed.token_ids)
+        self._check_params(params, len(parsed.token_ids))
+        arrival_time = time.time() if arrival_time is None else arrival_time
+        caller = CallerRequest(request_id, parsed.text, parsed.token_ids, params, RequestMetrics(arrival_time))
+        children = [
+            EngineCoreRequest(
+                request_id=self._internal_id(request_id, index, params.n),
+                prompt_token_ids=parsed.token_ids,
+                sampling_params=self._complete(params, index, len(parsed.token_ids)),
+                eos_token_id=self._model.eos_token_id,
+                arrival_time=arrival_time,
+                priority=priority,
+                cache_salt=parsed.cache_salt,
+            )
+            for index in range(params.n)
+        ]
+        return ProcessedRequest(caller, children)
+
+    def _parse(self, prompt: Prompt) -> _ParsedPrompt:
+        if isinstance(prompt, str):
+            return _ParsedPrompt(prompt, self._encode(prompt))
+        if isinstance(prompt, Mapping):
+            return self._parse_dict(prompt)
+        return _ParsedPrompt(None, self._token_ids(prompt))
+
+    def _parse_dict(self, prompt: Mapping[str, Any]) -> _ParsedPrompt:
+        unknown = sorted(str(key) for key in prompt if key not in PROMPT_KEYS)
+        if unknown:
+            raise ValueError(f"prompt has the unknown keys {unknown}: allowed are {list(PROMPT_KEYS)}.")
+        text, ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise ValueError(f"cache_salt={salt!r} must be a non-empty string; leave it out to share the cache.")
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"prompt['prompt']={text!r} must be a string.")
+        if ids is not None:
+            return _ParsedPrompt(text, self._token_ids(ids), salt)
+        if text is None:
+            raise ValueError("a prompt given as a dict needs 'prompt' (text) or 'prompt_token_ids'.")
+        return _ParsedPrompt(text, self._encode(text), salt)
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise ValueError(
+                "the engine has no tokenizer (skip_tokenizer_init=True): give prompt_token_ids instead of text."
+            )
+        return self._tokenizer.encode(text)
+
+    def _token_ids(self, ids: Any) -> list[int]:
+        if hasattr(ids, "tolist"):
+            ids = ids.tolist()
+        if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+            raise ValueError(f"a prompt must be text, a list of token ids or a dict, got {type(ids).__name__}.")
+        ids = list(ids)
+        if set(map(type, ids)) <= {int}:
+            return ids
+        return [_as_id(token_id, f"prompt_token_ids[{i}]") for i, token_id in enumerate(ids)]
+
+    def _check_prompt(self, ids: list[int]) -> None:
+        if not ids:
+            raise ValueError("the prompt is empty (0 tokens): give at least one token.")
+        self._check_ids(ids, "prompt_token_ids")
+        limit = self._info.max_model_len - 1
+        if len(ids) > limit:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens; with at least 1 output token at most {limit} fit "
+                f"max_model_len={self._info.max_model_len}: shorten it, or raise max_model_len."
+            )
+
+    def _check_ids(self, ids: list[int], name: str) -> None:
+        if ids and (min(ids) < 0 or max(ids) >= self._model.vocab_size):
+            index, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < self._model.vocab_size)
+            raise ValueError(
+                f"{name}[{index}]={bad} is outside the vocabulary: ids must be in [0, {self._model.vocab_size - 1}]."
+            )
+
+    def _check_params(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        changed = params.changed_fields()
+        for name in NOT_APPLIED:
+            if name in changed:
+                raise NotImplementedError(
+                    f"sampling parameter {name}={changed[name]!r} is not supported yet: leave it out. (Without "
+                    "sampling_params the model's generation_config.json sets it: pass generation_config='vllm'.)"
+                )
+        self._check_ids(params.stop_token_ids or [], "stop_token_ids")
+        if params.stop and self._tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer: use stop_token_ids instead.")
+        room = self._info.max_model_len - num_prompt_tokens
+        if params.min_tokens > room:
+            raise ValueError(
+                f"min_tokens={params.min_tokens} can never be reached: behind a prompt of {num_prompt_tokens} tokens "
+                f"max_model_len={self._info.max_model_len} leaves {room}. Lower it, or shorten the prompt."
+            )
+
+    def _complete(self, params: SamplingParams, index: int, num_prompt_tokens: int) -> SamplingParams:
+        """The parameters of one completion, with nothing left open."""
+        stop_ids = dict.fromkeys(params.stop_token_ids or [])
+        if not params.ignore_eos:
+            stop_ids |= dict.fromkeys(self._model.extra_eos_token_ids)
+        if len(stop_ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"stop_token_ids and the model's {len(self._model.extra_eos_token_ids)} end-of-turn ids make "
+                f"{len(stop_ids)}; at most {MAX_STOP_TOKEN_IDS} are allowed."
+            )
+        seed = self._seeds.getrandbits(_SEED_BITS) if params.seed is None else params.seed + index
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = self._info.max_model_len - num_prompt_tokens
+        complete = copy.copy(params)
+        complete.n, complete.seed, complete.max_tokens, complete.stop_token_ids = 1, seed, max_tokens, list(stop_ids)
+        return complete
+
+    def _internal_id(self, request_id: str, index: int, n: int) -> str:
+        base = f"{request_id}-{secrets.token_hex(4)}"
+        return base if n == 1 else f"{index}_{base}"
+
+
+def _as_id(value: Any, name: str) -> int:
+    """An id of a type like NumPy's integers; True, 1.0 and "1" are none."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise ValueError(f"{name}={value!r} must be an integer, got {type(value).__name__}.")

@@ -1,0 +1,81 @@
+"""The paged KV pool on the device: its layout, what a block costs, and how many blocks fit."""
+
+import logging
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from scheduler.batch import BatchLimits
+
+logger = logging.getLogger(__name__)
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """One array [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]; axis 2 is key, value.
+
+    A (block, key or value, head) chunk is contiguous: one copy for a kernel. Block 0 is the null block.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: jnp.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        values = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+        return values * jnp.dtype(self.dtype).itemsize
+
+    def shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Shape of a pool of num_blocks."""
+        return (self.num_layers, num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    def allocate(self, num_blocks: int, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
+        """A pool of zeros, made on the device."""
+        return jnp.zeros(self.shape(num_blocks), self.dtype, device=sharding)
+
+
+def free_device_bytes(device: jax.Device) -> int | None:
+    """Bytes of the device's memory pool that nothing holds yet; None where the backend does not say (CPU).
+
+    The pool's limit is the share of the card that JAX was started with.
+    """
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def num_blocks_that_fit(spec: KVCacheSpec, limits: BatchLimits, free_bytes: int, workspace_bytes: int = 0) -> int:
+    """How many blocks to allocate.
+
+    Args:
+      spec: of the pool.
+      limits: a single request of max_model_len tokens must fit.
+      free_bytes: what weights leave.
+      workspace_bytes: what the programs need beside the pool.
+
+    Raises:
+      ValueError: not even one request of max_model_len fits; says how many tokens do and what to change.
+    """
+    pool_bytes = max(free_bytes - workspace_bytes, 0)
+    num_blocks = pool_bytes // spec.block_bytes
+    num_tokens = max(num_blocks - 1, 0) * spec.block_size
+    if num_blocks - 1 < limits.max_blocks:
+        needed = (limits.max_blocks + 1) * spec.block_bytes
+        raise ValueError(
+            f"the KV cache has room for {num_tokens} tokens ({pool_bytes / GIB:.2f} GiB), but "
+            f"max_model_len={limits.max_model_len} needs {needed / GIB:.2f} GiB: lower max_model_len to at most "
+            f"{num_tokens}, raise gpu_memory_utilization (on a CPU: the size of the KV pool), or lower "
+            "max_num_batched_tokens."
+        )
+    logger.info("KV cache size: %s tokens (%.2f GiB)", f"{num_tokens:,}", num_blocks * spec.block_bytes / GIB)
+    concurrency = (num_blocks - 1) / limits.max_blocks
+    logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{limits.max_model_len:,}", concurrency)
+    return num_blocks

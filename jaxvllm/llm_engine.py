@@ -1,0 +1,244 @@
+"""LLMEngine: requests in, RequestOutputs out, one step a call; Engine is the convenient face of it."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxvllm.config import EngineArgs, EngineConfig
+from jaxvllm.core_client import CoreClient, make_client
+from jaxvllm.input_processor import InputProcessor, ProcessedRequest, Prompt
+from jaxvllm.metrics import FrontEndStats, Metric
+from jaxvllm.model_info import ModelInfo, read_model_info
+from jaxvllm.model_source import ModelSource, read_json, resolve
+from jaxvllm.output_processor import OutputProcessor
+from jaxvllm.outputs import RequestOutput
+from jaxvllm.tokenizer import Tokenizer
+from jaxvllm.weights.hub import download
+from scheduler.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+LOG_INTERVAL_S = 10.0
+
+
+class LLMEngine:
+    """Drives one engine core. For one thread at a time.
+
+    Args:
+      client: a started core; owned: shut down with the engine.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model: ModelInfo, tokenizer: Tokenizer | None, client: CoreClient, log_stats: bool
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.tokenizer = tokenizer
+        self._client = client
+        self._core_info = client.wait_until_ready()
+        self._stats = FrontEndStats()
+        self._input_processor = InputProcessor(model, tokenizer, self._core_info, config.seed)
+        self._output_processor = OutputProcessor(tokenizer.backend if tokenizer else None, self._stats)
+        self._stats_log = _StatsLog(self._stats) if log_stats else None
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
+        """Find the model, start the core, read the tokenizer meanwhile.
+
+        Raises: ValueError for a model, an argument or a tokenizer that cannot be served; OSError if the hub cannot be
+          reached.
+        """
+        source = resolve(args.model, revision=args.revision, download_dir=args.download_dir)
+        _check_load_format(args.load_format, source.path)
+        config = args.create_engine_config(source.config.max_position_embeddings)
+        local = dataclasses.replace(config.model, model=str(source.path))
+        config = dataclasses.replace(config, model=local)
+        client = make_client(config, args.use_multiprocess)
+        try:
+            tokenizer = None if args.skip_tokenizer_init else _load_tokenizer(args, source)
+            model = read_model_info(source, tokenizer, _generation_config(args, source))
+            return cls(config, model, tokenizer, client, not args.disable_log_stats)
+        except BaseException:
+            client.shutdown()
+            raise
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Queue one request.
+
+        Args:
+          request_id: the caller's name for it; free again once the request has finished.
+          prompt: text, token ids, or a dict with prompt or prompt_token_ids and, if wanted, cache_salt.
+          arrival_time: seconds since the epoch; None: now.
+          priority: lower is served first, with scheduling_policy="priority".
+
+        Raises: ValueError, NotImplementedError: what is wrong with it; nothing was queued.
+        """
+        self.add_requests(
+            [self.process_request(request_id, prompt, params, arrival_time=arrival_time, priority=priority)]
+        )
+
+    def process_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> ProcessedRequest:
+        """Tokenise and validate a request without queueing it; arguments and errors as in add_request."""
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id={request_id!r} must be a string.")
+        if priority != 0 and self.config.scheduler.policy != "priority":
+            raise ValueError(
+                f"priority={priority} has no meaning with scheduling_policy={self.config.scheduler.policy!r}: "
+                "start the engine with scheduling_policy='priority', or leave it out."
+            )
+        if self._output_processor.is_running(request_id):
+            raise ValueError(f"request_id={request_id!r} is in use: give every running request an id of its own.")
+        return self._input_processor.process(request_id, prompt, params, priority=priority, arrival_time=arrival_time)
+
+    def add_requests(self, requests: Sequence[ProcessedRequest]) -> None:
+        """Queue requests that process_request made, all in one message: the core may schedule them together."""
+        for request in requests:
+            self._output_processor.add_request(request.caller, request.children)
+        self._client.add_requests([child for request in requests for child in request.children])
+
+    def step(self) -> list[RequestOutput]:
+        """Wait for the core's next outputs and return what they mean; [] without unfinished requests.
+
+        Raises: EngineDeadError: the core died; all requests are lost.
+        """
+        if not self._output_processor.has_unfinished_requests():
+            return []
+        outputs = self._client.get_outputs()
+        result = self._output_processor.process_outputs(outputs)
+        if result.aborts:
+            self._client.abort_requests(result.aborts)
+        if outputs.stats is not None:
+            self._stats.scheduler = outputs.stats
+        if self._stats_log is not None:
+            self._stats_log.tick()
+        return result.request_outputs
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests early; unknown and finished ids are ignored. step() reports each once, as aborted."""
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        internal_ids = self._output_processor.internal_ids(ids)
+        if internal_ids:
+            self._client.abort_requests(internal_ids)
+
+    def drop_requests(self, request_ids: Sequence[str]) -> None:
+        """Abort requests whose outputs nobody will fetch."""
+        internal_ids = self._output_processor.internal_ids(request_ids)
+        self._output_processor.forget(request_ids)
+        if internal_ids:
+            self._client.abort_requests(internal_ids)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether step() has more to report."""
+        return self._output_processor.has_unfinished_requests()
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests wait or run."""
+        return self._output_processor.num_unfinished_requests()
+
+    def get_tokenizer(self) -> Any:
+        """The transformers tokenizer.
+
+        Raises: ValueError with skip_tokenizer_init=True.
+        """
+        if self.tokenizer is None:
+            raise ValueError("the engine has no tokenizer: it was started with skip_tokenizer_init=True.")
+        return self.tokenizer.hf
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing happens, while requests are running."""
+        return self._client.reset_prefix_cache()
+
+    def get_metrics(self) -> list[Metric]:
+        """What the engine has done so far."""
+        return self._stats.to_metrics(self._client.metrics())
+
+    def shutdown(self) -> None:
+        """End the core and free the device; may be called again."""
+        self._client.shutdown()
+
+
+class _StatsLog:
+    """Writes a line like vLLM's every LOG_INTERVAL_S seconds."""
+
+    def __init__(self, stats: FrontEndStats) -> None:
+        self._stats = stats
+        self._since = time.monotonic()
+        self._num_prompt_tokens = self._num_generation_tokens = 0
+
+    def tick(self) -> None:
+        """Called after every step."""
+        now = time.monotonic()
+        elapsed = now - self._since
+        if elapsed < LOG_INTERVAL_S:
+            return
+        stats, state = self._stats, self._stats.scheduler
+        logger.info(
+            "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
+            "Waiting: %d reqs, KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
+            (stats.num_prompt_tokens - self._num_prompt_tokens) / elapsed,
+            (stats.num_generation_tokens - self._num_generation_tokens) / elapsed,
+            state.num_running_reqs,
+            state.num_waiting_reqs,
+            100 * state.kv_cache_usage,
+            100 * state.prefix_cache_hits / max(1, state.prefix_cache_queries),
+        )
+        self._since = now
+        self._num_prompt_tokens, self._num_generation_tokens = stats.num_prompt_tokens, stats.num_generation_tokens
+
+
+def _check_load_format(load_format: str, path: Path) -> None:
+    is_gguf = path.is_file()
+    if load_format == "gguf" and not is_gguf:
+        raise ValueError(f"load_format='gguf', but {path} is a folder: name the .gguf file, or use load_format='auto'.")
+    if load_format == "safetensors" and (is_gguf or not any(path.glob("*.safetensors"))):
+        raise ValueError(f"load_format='safetensors', but {path} has no .safetensors file: use load_format='auto'.")
+
+
+def _load_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer:
+    """The model's own tokenizer, or the one that EngineArgs.tokenizer names: a folder, a GGUF file or a hub id."""
+    if args.tokenizer is None:
+        return source.load_tokenizer()
+    path = Path(args.tokenizer).expanduser()
+    if path.is_dir():
+        return Tokenizer.from_folder(path)
+    if path.is_file():
+        return resolve(path).load_tokenizer()
+    return Tokenizer.from_folder(
+        download(args.tokenizer, revision=args.tokenizer_revision, cache_dir=args.download_dir)
+    )
+
+
+def _generation_config(args: EngineArgs, source: ModelSource) -> Mapping[str, Any]:
+    """Defaults for requests: "auto" takes the model's file, "vllm" none, a folder that folder's file."""
+    if args.generation_config == "auto":
+        chosen = source.generation_config
+    elif args.generation_config == "vllm":
+        chosen = {}
+    else:
+        file = Path(args.generation_config).expanduser() / "generation_config.json"
+        if not file.exists():
+            raise ValueError(
+                f"generation_config={args.generation_config!r} must be 'auto', 'vllm' or a folder with a "
+                "generation_config.json."
+            )
+        chosen = read_json(file)
+    return {**chosen, **(args.override_generation_config or {})}

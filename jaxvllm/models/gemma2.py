@@ -1,0 +1,60 @@
+"""Gemma 2: norms around both halves of a layer, soft caps, a window in every second layer, scaled embeddings."""
+
+from functools import partial
+
+import jax
+from flax import nnx
+
+from jaxvllm.layers.attention import Attention
+from jaxvllm.layers.linear import OutputProjection, QKVProjection
+from jaxvllm.layers.mlp import GatedMLP
+from jaxvllm.layers.norm import RMSNorm
+from jaxvllm.layers.run_layers import LayerContext
+from jaxvllm.model_config import ModelConfig
+from jaxvllm.models.causal_lm import CausalLM
+from jaxvllm.models.llama import LAYER_PREFIX
+
+
+class GemmaDecoderLayer(nnx.Module):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), norms with weight 1 + w."""
+
+    def __init__(self, config: ModelConfig, *, soft_cap: float | None = None, qk_norm: bool = False):
+        """`soft_cap`: of the attention scores; `qk_norm`: norm each query and key head."""
+        norm = partial(RMSNorm, eps=config.rms_norm_eps, dtype=config.dtype, unit_offset=True)
+        hidden, prefix = config.hidden_size, f"{LAYER_PREFIX}.self_attn"
+        self.input_layernorm = norm(hidden, f"{LAYER_PREFIX}.input_layernorm.weight")
+        self.post_attention_layernorm = norm(hidden, f"{LAYER_PREFIX}.post_attention_layernorm.weight")
+        self.pre_feedforward_layernorm = norm(hidden, f"{LAYER_PREFIX}.pre_feedforward_layernorm.weight")
+        self.post_feedforward_layernorm = norm(hidden, f"{LAYER_PREFIX}.post_feedforward_layernorm.weight")
+        self.self_attn = Attention(
+            config,
+            QKVProjection(config, prefix),
+            OutputProjection(config, f"{prefix}.o_proj", bias=config.attention_output_bias),
+            q_norm=norm(config.head_dim, f"{prefix}.q_norm.weight") if qk_norm else None,
+            k_norm=norm(config.head_dim, f"{prefix}.k_norm.weight") if qk_norm else None,
+            scale=config.hf.get("query_pre_attn_scalar", 256) ** -0.5,
+            soft_cap=soft_cap,
+        )
+        self.mlp = GatedMLP(config, f"{LAYER_PREFIX}.mlp")
+
+    def __call__(self, x: jax.Array, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
+        """[T, D] -> [T, D], and the cache; the cache given is consumed."""
+        attended, kv_cache = self.self_attn(self.input_layernorm(x), kv_cache, context)
+        x = x + self.post_attention_layernorm(attended)
+        fed = self.mlp(self.pre_feedforward_layernorm(x))
+        return x + self.post_feedforward_layernorm(fed), kv_cache
+
+
+class Gemma2ForCausalLM(CausalLM):
+    """See the module."""
+
+    def __init__(self, config: ModelConfig, *, unroll_layers: bool | None = None):
+        """Declare the weights of `config`; see CausalLM."""
+        super().__init__(
+            config,
+            GemmaDecoderLayer(config, soft_cap=config.hf.get("attn_logit_softcapping", 50.0)),
+            unit_offset_norm=True,
+            embedding_scale=config.hidden_size**0.5,
+            logit_soft_cap=config.hf.get("final_logit_softcapping", 30.0),
+            unroll_layers=unroll_layers,
+        )

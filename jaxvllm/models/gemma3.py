@@ -1,0 +1,25 @@
+"""Gemma 3, text: Gemma 2 with normed heads instead of soft caps, and a rope of their own for windowed layers."""
+
+from jaxvllm.model_config import ModelConfig
+from jaxvllm.models.causal_lm import CausalLM
+from jaxvllm.models.gemma2 import GemmaDecoderLayer
+
+
+class Gemma3ForCausalLM(CausalLM):
+    """The pattern of windowed layers and both ropes are in the config."""
+
+    def __init__(self, config: ModelConfig, *, unroll_layers: bool | None = None):
+        """Declare the weights of `config`; see CausalLM.
+
+        Raises: NotImplementedError for embedding models, whose attention looks both ways.
+        """
+        if config.hf.get("use_bidirectional_attention"):
+            raise NotImplementedError("use_bidirectional_attention=true (an embedding model) is not supported")
+        super().__init__(
+            config,
+            GemmaDecoderLayer(config, soft_cap=config.hf.get("attn_logit_softcapping"), qk_norm=True),
+            unit_offset_norm=True,
+            embedding_scale=config.hidden_size**0.5,
+            logit_soft_cap=config.hf.get("final_logit_softcapping"),
+            unroll_layers=unroll_layers,
+        )

@@ -1,0 +1,103 @@
+"""OPT: learned positions, LayerNorm, biases, a plain ReLU feed-forward."""
+
+import jax
+from flax import nnx
+
+from jaxvllm.attention_metadata import AttentionMetadata
+from jaxvllm.layers.attention import Attention
+from jaxvllm.layers.embedding import Embedding
+from jaxvllm.layers.linear import Linear, OutputProjection, QKVProjection
+from jaxvllm.layers.mlp import activation
+from jaxvllm.layers.norm import LayerNorm
+from jaxvllm.layers.parameter import stack_layers
+from jaxvllm.layers.run_layers import LayerContext, LayerInputs, LayerKinds, default_unroll, run_layers
+from jaxvllm.model_config import ModelConfig
+
+_PREFIX = "model.decoder"
+_LAYER_PREFIX = f"{_PREFIX}.layers.{{layer}}"
+# The first rows of the position table stand for padding.
+_POSITION_OFFSET = 2
+
+
+class OPTDecoderLayer(nnx.Module):
+    """Attention and feed-forward, each with a norm before it, or after the residual sum as in OPT-350m."""
+
+    def __init__(self, config: ModelConfig, *, norm_before: bool):
+        """`norm_before`: do_layer_norm_before of config.json."""
+        self.norm_before = norm_before
+        self.hidden_act = config.hidden_act
+        hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"{_LAYER_PREFIX}.self_attn"
+        options = {"eps": config.rms_norm_eps, "dtype": config.dtype}
+        self.self_attn = Attention(
+            config,
+            QKVProjection(config, prefix),
+            OutputProjection(config, f"{prefix}.out_proj", bias=config.attention_output_bias),
+        )
+        self.self_attn_layer_norm = LayerNorm(hidden, f"{_LAYER_PREFIX}.self_attn_layer_norm", **options)
+        linear = {"dtype": config.dtype, "bias": config.mlp_bias}
+        self.fc1 = Linear(hidden, ffn, f"{_LAYER_PREFIX}.fc1", axes=(None, "ffn"), **linear)
+        self.fc2 = Linear(ffn, hidden, f"{_LAYER_PREFIX}.fc2", axes=("ffn", None), **linear)
+        self.final_layer_norm = LayerNorm(hidden, f"{_LAYER_PREFIX}.final_layer_norm", **options)
+
+    def __call__(self, x: jax.Array, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
+        """[T, D] -> [T, D], and the cache; the cache given is consumed."""
+        if self.norm_before:
+            attended, kv_cache = self.self_attn(self.self_attn_layer_norm(x), kv_cache, context)
+            x = x + attended
+            return x + self._feed_forward(self.final_layer_norm(x)), kv_cache
+        attended, kv_cache = self.self_attn(x, kv_cache, context)
+        x = self.self_attn_layer_norm(x + attended)
+        return self.final_layer_norm(x + self._feed_forward(x)), kv_cache
+
+    def _feed_forward(self, x: jax.Array) -> jax.Array:
+        return self.fc2(activation(self.hidden_act)(self.fc1(x)))
+
+
+class OPTForCausalLM(nnx.Module):
+    """Embeddings may be narrower than the layers (OPT-350m), with a projection on either side."""
+
+    def __init__(self, config: ModelConfig, *, unroll_layers: bool | None = None):
+        """Declare the weights of `config`; see CausalLM."""
+        hf, hidden, dtype = config.hf, config.hidden_size, config.dtype
+        self.unroll_layers = default_unroll() if unroll_layers is None else unroll_layers
+        self.head_dim = config.head_dim
+        self.layer_kinds = LayerKinds.from_config(config, has_rope=False)
+        width = hf.get("word_embed_proj_dim") or hidden
+        norm_before = hf.get("do_layer_norm_before", True)
+        self.embed_tokens = Embedding(config.vocab_size, width, f"{_PREFIX}.embed_tokens.weight", dtype=dtype)
+        self.embed_positions = Embedding(
+            config.max_position_embeddings + _POSITION_OFFSET,
+            hidden,
+            f"{_PREFIX}.embed_positions.weight",
+            dtype=dtype,
+            axes=(None, None),
+        )
+        projection = {"axes": (None, None), "dtype": dtype}
+        is_projected = width != hidden
+        self.project_in = Linear(width, hidden, f"{_PREFIX}.project_in", **projection) if is_projected else None
+        self.layers = stack_layers(OPTDecoderLayer(config, norm_before=norm_before), config.num_layers)
+        has_last_norm = norm_before and not hf.get("_remove_final_layer_norm", False)
+        last_norm = LayerNorm(hidden, f"{_PREFIX}.final_layer_norm", eps=config.rms_norm_eps, dtype=dtype)
+        self.final_layer_norm = last_norm if has_last_norm else None
+        self.project_out = Linear(hidden, width, f"{_PREFIX}.project_out", **projection) if is_projected else None
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Embedding(config.vocab_size, width, "lm_head.weight", dtype=dtype)
+
+    def __call__(
+        self, input_ids: jax.Array, positions: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run the step's tokens through all layers; arguments and result as in CausalLM, with [T, embedding width]."""
+        hidden = self.embed_tokens(input_ids)
+        if self.project_in is not None:
+            hidden = self.project_in(hidden)
+        hidden = hidden + self.embed_positions(positions + _POSITION_OFFSET)
+        inputs = LayerInputs.make(self.layer_kinds, self.head_dim, positions, metadata)
+        kinds = self.layer_kinds.of_layer
+        hidden, kv_cache = run_layers(self.layers, hidden, kv_cache, inputs, kinds, unroll=self.unroll_layers)
+        if self.final_layer_norm is not None:
+            hidden = self.final_layer_norm(hidden)
+        return hidden if self.project_out is None else self.project_out(hidden), kv_cache
+
+    def compute_logits(self, hidden: jax.Array) -> jax.Array:
+        """f32[R, V] of hidden states [R, embedding width]."""
+        return (self.lm_head or self.embed_tokens).logits(hidden)

@@ -1,0 +1,74 @@
+"""What the caller gets back: RequestOutput and CompletionOutput, with vLLM's fields."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a request.
+
+    Attributes:
+      index: which of the request's n completions.
+      text: the text; only the new piece for RequestOutputKind.DELTA. Empty without a detokenizer.
+      token_ids: the ids that `text` was made from, a final stop token included even where its text is left out.
+      cumulative_logprob, logprobs: None until log-probabilities are asked for.
+      finish_reason: stop, length, abort, error or repetition; None while running.
+      stop_reason: the stop string, or the id of the stop token; None for EOS. For finish_reason "error": the message.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Whether this completion has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds since the epoch (time.time()), as the front end saw them."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of a request, or what is new of it (RequestOutputKind.DELTA).
+
+    Attributes:
+      request_id: as the caller gave it.
+      prompt: the prompt's text; None when ids were given.
+      prompt_logprobs: None until log-probabilities are asked for.
+      finished: all completions of the request have ended.
+      num_cached_tokens: prompt tokens found in the prefix cache; None before the first token.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list | None = None
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """What the front end makes of one EngineCoreOutputs.
+
+    Attributes:
+      request_outputs: for the caller.
+      aborts: internal ids of requests that a stop string ended; the core still runs them.
+    """
+
+    request_outputs: list[RequestOutput] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)

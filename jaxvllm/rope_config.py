@@ -1,0 +1,119 @@
+"""RopeConfig: base and scaling of rotary position embeddings, from both spellings of a config file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+# What each kind of scaling cannot do without.
+_REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+# Of Gemma3's sliding-attention layers, where the file does not say.
+_LOCAL_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """One rotary embedding.
+
+    Attributes:
+      theta: base of the frequencies.
+      type: how long contexts are reached.
+      factor: of linear, llama3 and yarn.
+      low_freq_factor, high_freq_factor: llama3's bands.
+      original_max_position_embeddings: tokens that the model was first trained on; llama3 and yarn.
+      beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate: yarn's, meaning as in transformers.
+      partial_rotary_factor: share of head_dim that rotates.
+      frequency_divisors: one divisor a frequency (head_dim / 2 of them), applied after the scaling; None for none.
+        GGUF files carry llama3 scaling in this form.
+    """
+
+    theta: float = 10000.0
+    type: RopeType = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    partial_rotary_factor: float = 1.0
+    frequency_divisors: tuple[float, ...] | None = None
+
+
+def read_ropes(
+    hf: Mapping[str, Any], *, default_theta: float, max_position_embeddings: int, origin: str
+) -> tuple[RopeConfig, RopeConfig]:
+    """The rotary embeddings of full-attention and of sliding-attention layers.
+
+    transformers 5 writes everything under "rope_parameters", nested by layer type where they differ; before it was
+    "rope_theta" beside "rope_scaling", whose kind was spelled "type" or "rope_type". What is in "rope_parameters" wins.
+
+    Raises: ValueError for an unknown kind of scaling or a missing part of it.
+    """
+    scaling, parameters = (_dict(hf, key, origin) for key in ("rope_scaling", "rope_parameters"))
+    is_nested = any(isinstance(value, Mapping) for value in parameters.values())
+    full = dict(parameters.get("full_attention") or {}) if is_nested else parameters
+    local = dict(parameters.get("sliding_attention") or {}) if is_nested else {}
+    top_level = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
+    base = {
+        "rope_theta": default_theta,
+        "original_max_position_embeddings": hf.get("original_max_position_embeddings"),
+    }
+    local_base = {"rope_theta": hf.get("rope_local_base_freq") or _LOCAL_THETA}
+    return (
+        _rope({**base, **top_level, **scaling, **full}, max_position_embeddings, origin),
+        _rope({**base, **local_base, **local}, max_position_embeddings, origin),
+    )
+
+
+def _dict(hf: Mapping[str, Any], key: str, origin: str) -> dict[str, Any]:
+    value = hf.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f'{origin}: field "{key}" must be an object or null, got {value!r}; correct the file')
+    return {k: v for k, v in (value or {}).items() if v is not None}
+
+
+def _rope(values: Mapping[str, Any], max_position_embeddings: int, origin: str) -> RopeConfig:
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind not in _REQUIRED:
+        raise ValueError(f"{origin}: rope scaling {kind!r} is not supported; supported are {', '.join(_REQUIRED)}")
+    for key in _REQUIRED[kind]:
+        if values.get(key) is None:
+            raise ValueError(f'{origin}: rope scaling "{kind}" needs "{key}"; add it beside "rope_type"')
+
+    def number(key: str, default: float) -> float:
+        value = values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f'{origin}: rope field "{key}" must be a number, got {value!r}; correct the file')
+        return float(value)
+
+    def optional(key: str) -> float | None:
+        return None if values.get(key) is None else number(key, 0.0)
+
+    context = optional("original_max_position_embeddings")
+    divisors = values.get("frequency_divisors")
+    return RopeConfig(
+        theta=number("rope_theta", 10000.0),
+        type=cast("RopeType", kind),
+        factor=number("factor", 1.0),
+        low_freq_factor=number("low_freq_factor", 1.0),
+        high_freq_factor=number("high_freq_factor", 4.0),
+        original_max_position_embeddings=max_position_embeddings if context is None else int(context),
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        attention_factor=optional("attention_factor"),
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
+        truncate=bool(values.get("truncate", True)),
+        partial_rotary_factor=number("partial_rotary_factor", 1.0),
+        frequency_divisors=None if divisors is None else tuple(float(d) for d in divisors),
+    )

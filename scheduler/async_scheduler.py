@@ -1,0 +1,27 @@
+"""The scheduler for steps that are dispatched before the last step's tokens are known on the host."""
+
+from scheduler.request import Request, RequestStatus
+from scheduler.scheduler import Scheduler
+
+
+class AsyncScheduler(Scheduler):
+    """Schedules step N + 1 while step N runs: one step may be in flight during schedule().
+
+    A request that samples in a step gets a placeholder for that token, and the next step computes it from the device's
+    copy. EOS is therefore noticed one step late, and the extra token is dropped; the length limit is known beforehand
+    and costs nothing. A block whose last token is a placeholder is published once the token is known.
+    """
+
+    def _advance(self, scheduled: list[Request], num_scheduled_tokens: dict[str, int]) -> None:
+        for request, num_new in zip(scheduled, num_scheduled_tokens.values(), strict=True):
+            request.num_computed_tokens += num_new
+            if request.num_computed_tokens >= request.num_tokens + request.num_output_placeholders:
+                request.num_output_placeholders += 1
+
+    def _append_token(self, request: Request, token_id: int) -> None:
+        request.append_token(token_id)
+        request.num_output_placeholders -= 1
+        if request.status is RequestStatus.RUNNING:  # a pre-empted one holds no blocks
+            num_filled = request.num_computed_tokens - request.num_output_placeholders
+            if num_filled > request.num_ready_tokens:
+                self.kv.publish_full_blocks(request, num_filled)

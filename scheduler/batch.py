@@ -1,0 +1,122 @@
+"""The host's mirror of the device rows: which request owns which row, and what changed since the last step.
+
+A request keeps its row from admission to its end or pre-emption, so the device can keep its block table, last token
+and sampling parameters, and a step sends only what changed. The batch sees SchedulerOutputs and nothing else.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler.outputs import NewRequestData, SchedulerOutput
+from scheduler.records import make_record
+from scheduler.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """What sizes the persistent device state."""
+
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+
+    @property
+    def max_blocks(self) -> int:
+        """Length of a row's block table."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(slots=True)
+class BatchChanges:
+    """What a step must write to the device before it runs.
+
+    Attributes:
+      admitted: request id -> row, rewritten in full; the rows of new and resumed requests.
+      appends: (row, index in its block table, block id) for each block that a known request got.
+    """
+
+    admitted: dict[str, int] = field(default_factory=dict)
+    appends: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+class Batch:
+    """Rows of the device state and their NumPy mirrors.
+
+    A finished or pre-empted request's row is free at once: the device runs steps in order, so a step in flight has
+    read the row before the next one overwrites it. Resuming is admission again, with the same seed.
+
+    Attributes:
+      row_of: request id -> row, for requests that hold one.
+      block_tables: i32[max_num_seqs, max_blocks]; entries past a request's blocks are 0, the null block.
+      num_known_tokens: i32[max_num_seqs] tokens known to the host at admission; later ones are on the device only.
+      known_token_ids: those tokens, one i32 array a row (None: free row).
+      records: i32 records by request id, kept while a request is pre-empted.
+    """
+
+    def __init__(self, limits: BatchLimits, seed: int | None = None) -> None:
+        """Make an empty batch.
+
+        Args:
+          limits: size of the device state.
+          seed: of the generator that draws seeds for requests that bring none; None: entropy of the system.
+        """
+        self.limits = limits
+        self.row_of: dict[str, int] = {}
+        self.block_tables = np.zeros((limits.max_num_seqs, limits.max_blocks), np.int32)
+        self.num_known_tokens = np.zeros(limits.max_num_seqs, np.int32)
+        self.known_token_ids: list[np.ndarray | None] = [None] * limits.max_num_seqs
+        self.records: dict[str, np.ndarray] = {}
+        self._num_blocks = [0] * limits.max_num_seqs
+        self._free_rows = list(range(limits.max_num_seqs))[::-1]
+        self._seeds = np.random.default_rng(seed)
+
+    def update(self, scheduler_output: SchedulerOutput) -> BatchChanges:
+        """Apply one SchedulerOutput to the rows; every output must pass here, in order, with or without tokens."""
+        for request_id in scheduler_output.preempted_request_ids:
+            self._release_row(request_id)
+        for request_id in scheduler_output.finished_request_ids:
+            self._release_row(request_id)
+            self.records.pop(request_id, None)
+        changes = BatchChanges()
+        self._append_blocks(scheduler_output, changes)
+        for new in scheduler_output.scheduled_new_requests:
+            self._make_record(new)
+            row = self._admit(new.request_id, new.prompt_token_ids, new.block_ids)
+            changes.admitted[new.request_id] = row
+        return changes
+
+    def _append_blocks(self, scheduler_output: SchedulerOutput, changes: BatchChanges) -> None:
+        cached = scheduler_output.scheduled_cached_requests
+        for request_id, blocks in zip(cached.request_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_request_ids:
+                row = self._admit(request_id, cached.all_token_ids[request_id], blocks or [])
+                changes.admitted[request_id] = row
+            elif blocks:
+                row = self.row_of[request_id]
+                start = self._num_blocks[row]
+                self._num_blocks[row] = start + len(blocks)
+                self.block_tables[row, start : start + len(blocks)] = blocks
+                changes.appends += [(row, start + i, block) for i, block in enumerate(blocks)]
+
+    def _make_record(self, new: NewRequestData) -> None:
+        params: SamplingParams = new.sampling_params
+        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
+        self.records[new.request_id] = make_record(params, len(new.prompt_token_ids), new.eos_token_id, seed)
+
+    def _admit(self, request_id: str, token_ids: list[int], block_ids: list[int]) -> int:
+        assert request_id not in self.row_of, f"{request_id} holds a row already"
+        row = self._free_rows.pop()
+        self.row_of[request_id] = row
+        self.known_token_ids[row] = np.array(token_ids, np.int32)
+        self.num_known_tokens[row] = len(token_ids)
+        self.block_tables[row] = 0
+        self.block_tables[row, : len(block_ids)] = block_ids
+        self._num_blocks[row] = len(block_ids)
+        return row
+
+    def _release_row(self, request_id: str) -> None:
+        row = self.row_of.pop(request_id, None)
+        if row is not None:
+            self.known_token_ids[row] = None
+            self._free_rows.append(row)

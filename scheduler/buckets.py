@@ -1,0 +1,226 @@
+"""Buckets: the few padded shapes a step may have, and the policies that choose them.
+
+Every BucketKey is one compiled program, so a policy trades padding waste against the number of programs. A policy is
+plain data (sizes for decode steps, sizes for mixed steps), whatever strategy made it.
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+StepKind = Literal["decode", "mixed"]
+
+DEFAULT_MAX_PROGRAMS = 24
+FEW_REQS = 32  # a mixed step of a few long prompts should not pay for max_num_seqs rows of logits
+# Below this, the weights' bytes bound a mixed step and rows of logits are nearly free: one R is enough.
+MIN_TOKENS_FOR_FEW_REQS = 512
+MIN_MIXED_TOKENS = 16
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class BucketKey:
+    """The shape of a step, one compiled program each.
+
+    Attributes:
+      kind: "decode": every row has exactly one token and nobody is admitted, R == T. "mixed": anything.
+      T: padded number of tokens.
+      R: padded number of rows (requests), at most T.
+    """
+
+    kind: StepKind
+    T: int
+    R: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}(T={self.T}, R={self.R})"
+
+
+class StepShape(NamedTuple):
+    """The real size of one step."""
+
+    kind: StepKind
+    num_tokens: int
+    num_reqs: int
+
+
+class PaddingWaste(NamedTuple):
+    """Pads as a fraction of what is computed: sum(T - num_tokens) / sum(T), and the same for rows."""
+
+    tokens: float
+    rows: float
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPolicy:
+    """Sizes that cover every step up to max_num_batched_tokens tokens and max_num_seqs requests.
+
+    Attributes:
+      name: of the strategy, for logs and tables.
+      max_num_seqs, max_num_batched_tokens: the limits that it covers.
+      decode_sizes: ascending T (= R) of decode steps; empty: decode steps run in a mixed bucket.
+      mixed_sizes: ascending (T, R), at least one R for each T; the last R of a T is min(T, max_num_seqs).
+
+    Raises:
+      ValueError: sizes are not ascending, or some legal step has no bucket.
+    """
+
+    name: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    decode_sizes: tuple[int, ...]
+    mixed_sizes: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        for sizes in (self.decode_sizes, self.mixed_sizes):
+            if list(sizes) != sorted(set(sizes)):
+                raise ValueError(f"bucket sizes {list(sizes)} must be ascending and different.")
+        largest = self.mixed_sizes[-1] if self.mixed_sizes else None
+        if largest is None or largest[0] < self.max_num_batched_tokens:
+            raise ValueError(
+                f"the largest mixed bucket {largest} must hold max_num_batched_tokens={self.max_num_batched_tokens}: "
+                "add a larger size or lower max_num_batched_tokens."
+            )
+        if self.decode_sizes and self.decode_sizes[-1] < self.max_num_seqs:
+            raise ValueError(
+                f"the largest decode bucket {self.decode_sizes[-1]} must hold max_num_seqs={self.max_num_seqs}: "
+                "add a larger size or lower max_num_seqs."
+            )
+        for T, R in dict(self.mixed_sizes).items():  # dict keeps the last, largest R of each T
+            if min(T, self.max_num_seqs) != R:
+                raise ValueError(f"mixed bucket T={T} needs an R of min(T, max_num_seqs)={min(T, self.max_num_seqs)}.")
+
+    def select(self, kind: StepKind, num_tokens: int, num_reqs: int) -> BucketKey:
+        """The smallest bucket for a step.
+
+        Raises:
+          ValueError: the step exceeds the policy's limits.
+        """
+        if num_tokens > self.max_num_batched_tokens or num_reqs > min(self.max_num_seqs, num_tokens):
+            raise ValueError(
+                f"a step of {num_tokens} tokens and {num_reqs} requests exceeds the buckets' limits: "
+                f"{self.max_num_batched_tokens} tokens, {self.max_num_seqs} requests."
+            )
+        if kind == "decode" and self.decode_sizes:
+            size = self.decode_sizes[bisect_left(self.decode_sizes, num_tokens)]
+            return BucketKey("decode", size, size)
+        T = self.mixed_sizes[bisect_left(self.mixed_sizes, (num_tokens, 0))][0]
+        return BucketKey("mixed", *self.mixed_sizes[bisect_left(self.mixed_sizes, (T, num_reqs))])
+
+    def keys(self) -> list[BucketKey]:
+        """All buckets, always in the same order: largest first, so that the slowest compile starts first."""
+        decode = [BucketKey("decode", size, size) for size in self.decode_sizes]
+        mixed = [BucketKey("mixed", T, R) for T, R in self.mixed_sizes]
+        return [*reversed(mixed), *reversed(decode)]
+
+    def padding_waste(self, steps: Iterable[StepShape]) -> PaddingWaste:
+        """How much of what these steps compute is padding; (0, 0) for no steps."""
+        tokens = rows = padded_tokens = padded_rows = 0
+        for step in steps:
+            key = self.select(*step)
+            tokens, padded_tokens = tokens + step.num_tokens, padded_tokens + key.T
+            rows, padded_rows = rows + step.num_reqs, padded_rows + key.R
+        if not padded_tokens:
+            return PaddingWaste(0.0, 0.0)
+        return PaddingWaste(1 - tokens / padded_tokens, 1 - rows / padded_rows)
+
+    def save(self, path: str | Path) -> None:
+        """Write the policy as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def load_policy(path: str | Path) -> BucketPolicy:
+    """Read a policy that `BucketPolicy.save` (or a tuner) wrote.
+
+    Raises:
+      ValueError: the file is not a bucket policy; the message names the file and what is wrong.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+        data["decode_sizes"] = tuple(data["decode_sizes"])
+        data["mixed_sizes"] = tuple((T, R) for T, R in data["mixed_sizes"])
+        return BucketPolicy(**data)
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a bucket policy: {error}") from error
+
+
+def _mixed_rows(T: int, max_num_seqs: int, few_reqs: int) -> list[int]:
+    if T < MIN_TOKENS_FOR_FEW_REQS:
+        return [min(T, max_num_seqs)]
+    return sorted({min(T, few_reqs, max_num_seqs), min(T, max_num_seqs)})
+
+
+def _mixed_sizes(tokens: Iterable[int], max_num_seqs: int, few_reqs: int = FEW_REQS) -> tuple[tuple[int, int], ...]:
+    return tuple((T, R) for T in sorted(set(tokens)) for R in _mixed_rows(T, max_num_seqs, few_reqs))
+
+
+def _powers(first: int, last: int) -> list[int]:
+    """Powers of two from `first` on, and `last` itself."""
+    sizes = [min(first, last)]
+    while sizes[-1] < last:
+        sizes.append(min(sizes[-1] * 2, last))
+    return sizes
+
+
+def powers_of_two(
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_programs: int = DEFAULT_MAX_PROGRAMS,
+    min_decode_size: int = 1,
+) -> BucketPolicy:
+    """Sizes double. The smallest mixed sizes are left out until the policy fits max_programs.
+
+    Args:
+      min_decode_size: the smallest decode size. On a GPU 8: XLA turns products with a single row into multiply and
+        reduce, with the whole product in memory (622 MB for the logits of Qwen3-0.6B), and uses matmuls above that.
+
+    Raises:
+      ValueError: max_programs is too small even for one mixed size.
+    """
+    decode = _powers(min_decode_size, max_num_seqs)
+    tokens = _powers(MIN_MIXED_TOKENS, max_num_batched_tokens)
+    while len(decode) + len(_mixed_sizes(tokens, max_num_seqs)) > max_programs:
+        tokens = tokens[1:]
+        if not tokens:
+            raise ValueError(f"{max_programs=} is too small: {len(decode)} decode sizes and a mixed size are needed.")
+    return BucketPolicy(
+        "powers_of_two", max_num_seqs, max_num_batched_tokens, tuple(decode), _mixed_sizes(tokens, max_num_seqs)
+    )
+
+
+def linear(
+    max_num_seqs: int, max_num_batched_tokens: int, decode_step: int | None = None, mixed_step: int | None = None
+) -> BucketPolicy:
+    """Sizes grow by a constant step; by default an eighth of the limit, at most 24 programs.
+
+    Raises:
+      ValueError: a step is not positive.
+    """
+    decode_step = -(-max_num_seqs // 8) if decode_step is None else decode_step
+    mixed_step = -(-max_num_batched_tokens // 8) if mixed_step is None else mixed_step
+    if decode_step < 1 or mixed_step < 1:
+        raise ValueError(f"{decode_step=} and {mixed_step=} must be at least 1.")
+    decode = sorted({min(i, max_num_seqs) for i in range(decode_step, max_num_seqs + decode_step, decode_step)})
+    last = max_num_batched_tokens
+    tokens = (min(i, last) for i in range(mixed_step, last + mixed_step, mixed_step))
+    return BucketPolicy("linear", max_num_seqs, last, tuple(decode), _mixed_sizes(tokens, max_num_seqs))
+
+
+def explicit(
+    max_num_seqs: int, max_num_batched_tokens: int, decode_sizes: Iterable[int], mixed_sizes: Iterable[int]
+) -> BucketPolicy:
+    """The sizes given; mixed ones as tokens.
+
+    Raises:
+      ValueError: the sizes do not cover the limits.
+    """
+    mixed = _mixed_sizes(mixed_sizes, max_num_seqs)
+    return BucketPolicy("explicit", max_num_seqs, max_num_batched_tokens, tuple(sorted(set(decode_sizes))), mixed)
+
+
+def one_shape(max_num_seqs: int, max_num_batched_tokens: int) -> BucketPolicy:
+    """A single program: every step, decode steps too, is padded to the limits."""
+    rows = min(max_num_seqs, max_num_batched_tokens)
+    return BucketPolicy("one_shape", max_num_seqs, max_num_batched_tokens, (), ((max_num_batched_tokens, rows),))

@@ -1,0 +1,247 @@
+"""One step as the device sees it: a BucketKey and one padded int32 buffer.
+
+`PlanLayout` says where each field lies in the buffer. The host packs through NumPy views and the jitted step unpacks
+with static slices, both by the same layout. A pad never points at anything real: it reads and writes slot 0 of the
+null block, has no row, and no negative index occurs (JAX wraps those).
+"""
+
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+
+from scheduler.batch import Batch, BatchChanges, BatchLimits
+from scheduler.buckets import BucketKey, BucketPolicy
+from scheduler.outputs import SchedulerOutput
+from scheduler.records import RECORD_WIDTH
+
+ADMITS_PER_STEP = 16
+HEADER = ("num_tokens", "num_reqs", "num_decodes", "num_admits", "num_appends")
+# XLA hands a kernel a slice of the buffer without copying it, and GPU kernels want 256 bytes of alignment.
+FIELD_ALIGNMENT = 64
+ON_DEVICE = -1  # in input_ids: the token is last_tokens[row]
+
+
+def admit_width(limits: BatchLimits) -> int:
+    """Width of an admission: row, record, whole block table."""
+    return 1 + RECORD_WIDTH + limits.max_blocks
+
+
+@dataclass(frozen=True)
+class PlanLayout:
+    """Offset and shape of each field in the buffer of one bucket; static, so it is part of the compiled program.
+
+    Fields, all int32: header[len(HEADER)], input_ids[T], positions[T], slot_mapping[T], query_start_loc[R + 1],
+    seq_lens[R], logits_indices[R], rows[R], needs_sample[R], block_appends[R + T // block_size, 3] and, in a mixed
+    bucket, admits[ADMITS_PER_STEP, admit_width]. Each starts at a multiple of FIELD_ALIGNMENT.
+    """
+
+    fields: dict[str, tuple[int, tuple[int, ...]]]
+    size: int
+
+    @classmethod
+    def make(cls, key: BucketKey, limits: BatchLimits) -> "PlanLayout":
+        """The layout of a bucket."""
+        T, R = key.T, key.R
+        shapes: dict[str, tuple[int, ...]] = {
+            "header": (len(HEADER),),
+            "input_ids": (T,),
+            "positions": (T,),
+            "slot_mapping": (T,),
+            "query_start_loc": (R + 1,),
+            "seq_lens": (R,),
+            "logits_indices": (R,),
+            "rows": (R,),
+            "needs_sample": (R,),
+            # n new tokens in a row touch at most 1 + n // block_size blocks that the row did not have
+            "block_appends": (R + T // limits.block_size, 3),
+        }
+        if key.kind == "mixed":
+            shapes["admits"] = (ADMITS_PER_STEP, admit_width(limits))
+        fields, offset = {}, 0
+        for name, shape in shapes.items():
+            fields[name] = (offset, shape)
+            offset += -(-int(np.prod(shape)) // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
+        return cls(fields, offset)
+
+    def unpack(self, buffer: Any) -> dict[str, Any]:
+        """The fields of a buffer: views of a NumPy buffer, static slices of a traced one."""
+        return {
+            name: buffer[offset : offset + int(np.prod(shape))].reshape(shape)
+            for name, (offset, shape) in self.fields.items()
+        }
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step, ready to run.
+
+    Attributes:
+      key: its bucket.
+      buffer: i32[PlanLayout.size], owned by the plan (a transfer may still read it while later plans are built).
+      overflow: i32[ADMITS_PER_STEP, admit_width] buffers, to be applied before the step.
+      request_ids: of the real rows, in row order.
+      needs_sample: bool[num_reqs] rows that sample a token; the others end in the middle of their prompt.
+      num_reqs, num_tokens: real sizes.
+    """
+
+    key: BucketKey
+    buffer: np.ndarray
+    overflow: list[np.ndarray]
+    request_ids: list[str]
+    needs_sample: np.ndarray
+    num_reqs: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class StepRows:
+    """The requests of a step in row order: decode rows first. Arrays are i32[num_reqs]."""
+
+    request_ids: list[str]
+    rows: np.ndarray
+    num_computed: np.ndarray
+    num_scheduled: np.ndarray
+    num_decodes: int
+
+
+class Planner:
+    """Turns SchedulerOutputs into StepPlans; owns the batch."""
+
+    def __init__(self, limits: BatchLimits, policy: BucketPolicy, seed: int | None = None) -> None:
+        """Make a planner.
+
+        Args:
+          limits: size of the device state.
+          policy: chooses the bucket of a step.
+          seed: see Batch.
+        """
+        self.batch = Batch(limits, seed)
+        self._policy = policy
+        self._layouts = {key: PlanLayout.make(key, limits) for key in policy.keys()}  # noqa: SIM118
+
+    def build(self, scheduler_output: SchedulerOutput) -> StepPlan | None:
+        """Apply a SchedulerOutput to the batch and lay out its step; None if it schedules no token.
+
+        Raises:
+          ValueError: the step exceeds the policy's limits.
+        """
+        changes = self.batch.update(scheduler_output)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        if num_tokens == 0:
+            return None
+        step = order_rows(scheduler_output, self.batch, changes)
+        num_reqs = len(step.request_ids)
+        kind = "decode" if step.num_decodes == num_reqs else "mixed"
+        key = self._policy.select(kind, num_tokens, num_reqs)
+        layout = self._layouts[key]
+        buffer = np.zeros(layout.size, np.int32)
+        fields = layout.unpack(buffer)
+        _fill_tokens(fields, step, self.batch, num_tokens)
+        needs_sample = _fill_rows(fields, step, self.batch, num_tokens)
+        overflow = _fill_changes(fields, changes, self.batch)
+        fields["header"][:] = (num_tokens, num_reqs, step.num_decodes, len(changes.admitted), len(changes.appends))
+        return StepPlan(key, buffer, overflow, step.request_ids, needs_sample, num_reqs, num_tokens)
+
+
+def order_rows(scheduler_output: SchedulerOutput, batch: Batch, changes: BatchChanges) -> StepRows:
+    """Put decode rows (known before, one token) first, then prefill rows; each part keeps the scheduler's order."""
+    cached = scheduler_output.scheduled_cached_requests
+    scheduled = scheduler_output.num_scheduled_tokens
+    num_reqs = len(scheduled)
+    if not changes.admitted and scheduler_output.total_num_scheduled_tokens == num_reqs:
+        ids, computed = cached.request_ids, cached.num_computed_tokens
+        counts, num_decodes = repeat(1, num_reqs), num_reqs
+    else:
+        decodes, prefills = [], []
+        for request_id, num_computed in zip(cached.request_ids, cached.num_computed_tokens, strict=True):
+            n = scheduled[request_id]
+            is_decode = n == 1 and request_id not in changes.admitted
+            (decodes if is_decode else prefills).append((request_id, num_computed, n))
+        for new in scheduler_output.scheduled_new_requests:
+            prefills.append((new.request_id, new.num_computed_tokens, scheduled[new.request_id]))
+        ids, computed, counts = zip(*decodes, *prefills, strict=True)
+        num_decodes = len(decodes)
+    rows = np.fromiter(map(batch.row_of.__getitem__, ids), np.int32, num_reqs)
+    return StepRows(
+        list(ids),
+        rows,
+        np.fromiter(computed, np.int32, num_reqs),
+        np.fromiter(counts, np.int32, num_reqs),
+        num_decodes,
+    )
+
+
+def _fill_tokens(fields: dict[str, np.ndarray], step: StepRows, batch: Batch, num_tokens: int) -> None:
+    """input_ids, positions and slot_mapping of the real tokens; pads stay 0."""
+    block_size = batch.limits.block_size
+    if step.num_decodes == len(step.rows):
+        token_rows, positions = step.rows, step.num_computed
+    else:
+        token_rows = np.repeat(step.rows, step.num_scheduled)
+        starts = np.cumsum(step.num_scheduled) - step.num_scheduled
+        positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(step.num_computed - starts, step.num_scheduled)
+    fields["positions"][:num_tokens] = positions
+    block_ids = batch.block_tables[token_rows, positions // block_size]
+    fields["slot_mapping"][:num_tokens] = block_ids * block_size + positions % block_size
+    _fill_input_ids(fields["input_ids"], step, batch)
+
+
+def _fill_input_ids(input_ids: np.ndarray, step: StepRows, batch: Batch) -> None:
+    d = step.num_decodes
+    input_ids[:d] = ON_DEVICE
+    # The last token of a prompt may come alone: a decode row whose token the host knows.
+    for i in np.flatnonzero(step.num_computed[:d] < batch.num_known_tokens[step.rows[:d]]):
+        input_ids[i] = _known(batch, step.rows[i])[step.num_computed[i]]
+    start = d
+    for row, computed, n in zip(step.rows[d:], step.num_computed[d:], step.num_scheduled[d:], strict=True):
+        assert computed + n <= batch.num_known_tokens[row], "a prefill row's tokens are all known"
+        input_ids[start : start + n] = _known(batch, row)[computed : computed + n]
+        start += n
+
+
+def _known(batch: Batch, row: int) -> np.ndarray:
+    token_ids = batch.known_token_ids[row]
+    assert token_ids is not None, "a scheduled row is not free"
+    return token_ids
+
+
+def _fill_rows(fields: dict[str, np.ndarray], step: StepRows, batch: Batch, num_tokens: int) -> np.ndarray:
+    """The per-row fields; returns needs_sample as bool[num_reqs]."""
+    n = len(step.rows)
+    seq_lens = step.num_computed + step.num_scheduled
+    needs_sample = seq_lens >= batch.num_known_tokens[step.rows]
+    query_start_loc = fields["query_start_loc"]
+    np.cumsum(step.num_scheduled, out=query_start_loc[1 : n + 1])
+    query_start_loc[n + 1 :] = num_tokens
+    fields["logits_indices"][:n] = query_start_loc[1 : n + 1] - 1
+    fields["seq_lens"][:n] = seq_lens
+    fields["needs_sample"][:n] = needs_sample
+    fields["rows"][:n] = step.rows
+    fields["rows"][n:] = batch.limits.max_num_seqs  # no such row: scatters drop it
+    return needs_sample
+
+
+def _fill_changes(fields: dict[str, np.ndarray], changes: BatchChanges, batch: Batch) -> list[np.ndarray]:
+    """block_appends and admits; returns the admissions that did not fit, in buffers of their own."""
+    no_row = batch.limits.max_num_seqs
+    appends = fields["block_appends"]
+    assert len(changes.appends) <= len(appends), f"{len(changes.appends)} appended blocks exceed {len(appends)}"
+    appends[:, 0] = no_row
+    if changes.appends:
+        appends[: len(changes.appends)] = changes.appends
+    if "admits" not in fields:
+        assert not changes.admitted, "a decode step admits nobody"
+        return []
+    chunks: list[np.ndarray] = [fields["admits"]]
+    while len(chunks) * ADMITS_PER_STEP < len(changes.admitted):
+        chunks.append(np.zeros_like(fields["admits"]))
+    for chunk in chunks:
+        chunk[:, 0] = no_row
+    for i, (request_id, row) in enumerate(changes.admitted.items()):
+        record = chunks[i // ADMITS_PER_STEP][i % ADMITS_PER_STEP]
+        record[0] = row
+        record[1 : 1 + RECORD_WIDTH] = batch.records[request_id]
+        record[1 + RECORD_WIDTH :] = batch.block_tables[row]
+    return chunks[1:]

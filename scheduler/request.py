@@ -1,0 +1,171 @@
+"""A request as the scheduler sees it: its tokens, how far they are computed, and the blocks that hold them."""
+
+from enum import IntEnum
+
+from scheduler.block_hash import root_digest
+from scheduler.sampling_params import SamplingParams
+
+
+class RequestStatus(IntEnum):
+    """Where a request stands; everything above PREEMPTED is an end."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH_CAPPED = 4
+    FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has ended."""
+        return self > RequestStatus.PREEMPTED
+
+    @property
+    def finish_reason(self) -> str:
+        """The word that the caller reads; only for a finished status."""
+        return _FINISH_REASONS[self]
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
+}
+
+
+class Request:
+    """State of one request. The scheduler moves it on; the KV manager owns the four block fields.
+
+    Attributes:
+      all_token_ids: prompt and outputs; grows by append_token only.
+      num_tokens: len(all_token_ids), kept as a number because every step reads it.
+      max_num_tokens: tokens at which the request ends with "length"; set when it is added to a scheduler.
+      num_computed_tokens: tokens whose keys and values exist once every dispatched step has run.
+      num_output_placeholders: tokens sampled by steps in flight, not known here yet (async scheduling).
+      num_cached_tokens: prompt tokens found in the prefix cache at the first admission; -1 before.
+      num_lost_tokens: tokens that were computed before the last pre-emption.
+      stop_tokens: ids that end the request: EOS unless ignored, and stop_token_ids.
+      block_ids: blocks that hold its tokens, in order; empty while it waits.
+      block_hashes: digests of its full blocks, as far as they were asked for.
+      num_hashed_blocks: leading blocks known to the prefix cache under their hash.
+      num_ready_tokens: it may grow to so many tokens with nothing to do for the KV manager.
+
+    Raises:
+      ValueError: the prompt or the cache salt is empty.
+    """
+
+    __slots__ = (
+        "all_token_ids",
+        "arrival_time",
+        "block_hashes",
+        "block_ids",
+        "cache_salt",
+        "eos_token_id",
+        "max_num_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_hashed_blocks",
+        "num_lost_tokens",
+        "num_output_placeholders",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_ready_tokens",
+        "num_tokens",
+        "priority",
+        "request_id",
+        "root_digest",
+        "sampling_params",
+        "status",
+        "stop_reason",
+        "stop_tokens",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        *,
+        eos_token_id: int | None = None,
+        arrival_time: float = 0.0,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        if not prompt_token_ids:
+            raise ValueError(f"The prompt of request {request_id!r} is empty; give at least 1 token.")
+        if cache_salt == "":
+            raise ValueError(f"cache_salt='' of request {request_id!r} must not be empty; None means no salt.")
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.eos_token_id = eos_token_id
+        self.stop_tokens = frozenset(sampling_params.stop_token_ids or ())
+        if eos_token_id is not None and not sampling_params.ignore_eos:
+            self.stop_tokens |= {eos_token_id}
+        self.arrival_time = arrival_time
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.root_digest = root_digest(cache_salt)
+
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | str | None = None
+        self.all_token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens
+        self.max_num_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_output_placeholders = 0
+        self.num_cached_tokens = -1
+        self.num_preemptions = 0
+        self.num_lost_tokens = 0
+
+        self.block_ids: list[int] = []
+        self.block_hashes: list[bytes] = []
+        self.num_hashed_blocks = 0
+        self.num_ready_tokens = 0
+
+    def append_token(self, token_id: int) -> None:
+        """Add one output token."""
+        self.all_token_ids.append(token_id)
+        self.num_tokens += 1
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens known here; those in flight are not counted."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """A copy of the prompt."""
+        return self.all_token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the outputs."""
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has ended."""
+        return self.status.is_finished
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether cached blocks may stand in for its prompt; prompt logprobs need every position computed."""
+        params = self.sampling_params
+        if params.skip_reading_prefix_cache is None:
+            return params.prompt_logprobs is None
+        return not params.skip_reading_prefix_cache
+
+    @property
+    def sort_key(self) -> tuple[int, float, str]:
+        """Order under the priority policy: the smallest is the most urgent."""
+        return (self.priority, self.arrival_time, self.request_id)
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, tokens={self.num_tokens}, "
+            f"computed={self.num_computed_tokens}, blocks={len(self.block_ids)})"
+        )

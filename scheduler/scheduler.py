@@ -1,0 +1,318 @@
+"""The scheduler: which requests compute how many tokens in the next step, and what came of the last one.
+
+There is no prefill and no decode here. A request knows how many tokens it has and how many are computed; each step lets
+the second number catch up with the first within a budget of tokens: running requests first, in list order, then waiting
+ones while blocks, budget and places last. When a running request finds no block, another one gives its blocks back and
+will be computed again later (pre-emption by recomputation).
+
+Meaning follows vLLM 0.22 (vllm/v1/core/sched/scheduler.py), but for the hazards named where they are avoided.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from scheduler.config import CacheConfig, SchedulerConfig
+from scheduler.intake import admit_lengths
+from scheduler.kv_cache_manager import KVCacheManager
+from scheduler.outputs import (
+    CachedRequestData,
+    EngineCoreOutputs,
+    FinishedRequest,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+    SchedulerStats,
+)
+from scheduler.request import Request, RequestStatus
+from scheduler.request_queue import make_request_queue
+from scheduler.stop import check_stop
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is built. num_scheduled and new_block_ids are keyed by request id; the lists keep the order."""
+
+    budget: int
+    num_scheduled: dict[str, int] = field(default_factory=dict)
+    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
+    running: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+
+class Scheduler:
+    """Schedules one step at a time; the step returned by schedule() must be run, in the order of the calls.
+
+    A request whose sampled token is still in flight waits for it; AsyncScheduler goes on with a placeholder.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
+        self.config = config
+        self.kv = KVCacheManager(cache_config)
+        self.requests: dict[str, Request] = {}  # unfinished ones
+        self.running: list[Request] = []
+        self.waiting = make_request_queue(config.policy)
+        self._finished_ids: set[str] = set()  # the batch has not been told yet
+        self._unreported: dict[str, FinishedRequest] = {}  # the caller has not been told yet
+        self._num_queried_tokens = 0
+        self._num_hit_tokens = 0
+        self._num_preemptions = 0
+        self._num_recomputed_tokens = 0
+
+    # ---- requests come and go
+
+    def add_request(self, request: Request) -> None:
+        """Let a request wait for admission. An id is used once: a step in flight may still speak of an ended request.
+
+        Raises:
+          ValueError: it can never fit, or its id is in use; names value, limit and remedy.
+        """
+        if request.request_id in self.requests:
+            raise ValueError(f"Request id {request.request_id!r} is in use; give every request an id of its own.")
+        request.max_num_tokens = admit_lengths(request, self.config, self.kv.num_slots)
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> None:
+        """End requests from outside; unknown and finished ids are ignored. The next update reports them."""
+        ended = [(self.requests[i], status) for i in dict.fromkeys(request_ids) if i in self.requests]
+        self._end(ended)
+        for request, _ in ended:
+            self._unreported[request.request_id] = FinishedRequest(status.finish_reason)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.requests)
+
+    def has_requests(self) -> bool:
+        """Whether a step has anything to do: a request, or an end that the batch or the caller must hear of."""
+        return bool(self.requests or self._finished_ids or self._unreported)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False, and no change, while any request holds blocks."""
+        return self.kv.reset_prefix_cache()
+
+    # ---- one step
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step; its tokens count as computed from now on."""
+        step = _Step(budget=self.config.max_num_batched_tokens)
+        self._schedule_running(step)
+        if not step.preempted:
+            self._schedule_waiting(step)
+        assert step.budget >= 0 and len(self.running) <= self.config.max_num_seqs
+        output = self._make_output(step)
+        self._advance(step.running, output.num_scheduled_tokens)
+        return output
+
+    def _schedule_running(self, step: _Step) -> None:
+        running = self.running
+        threshold = self.config.long_prefill_token_threshold
+        index = 0
+        while index < len(running) and step.budget > 0:
+            request = running[index]
+            index += 1
+            num_known = request.num_tokens + request.num_output_placeholders
+            num_new = num_known - request.num_computed_tokens
+            if num_new == 0 or num_known >= request.max_num_tokens:
+                continue  # its next token, or its last one, is in flight
+            if num_new > 1:
+                num_new = min(num_new, threshold or num_new, step.budget)
+            if request.num_computed_tokens + num_new > request.num_ready_tokens:
+                new_block_ids = self.kv.allocate_slots(request, num_new)
+                while new_block_ids is None:
+                    victim_index = self._choose_victim()
+                    index -= victim_index < index  # requests behind the victim move up: none may be skipped
+                    victim = running.pop(victim_index)
+                    self._preempt(victim, step)
+                    if victim is request:
+                        return
+                    new_block_ids = self.kv.allocate_slots(request, num_new)
+                if new_block_ids:
+                    step.new_block_ids[request.request_id] = new_block_ids
+            step.num_scheduled[request.request_id] = num_new
+            step.running.append(request)
+            step.budget -= num_new
+
+    def _choose_victim(self) -> int:
+        """Index of the running request to pre-empt: the last one, or the least urgent one."""
+        if self.config.policy == "fcfs":
+            return len(self.running) - 1
+        # By id among equals, as in the queue: vLLM takes the first of them here, and two requests that arrived together
+        # can then pre-empt each other for ever.
+        return max(range(len(self.running)), key=lambda index: self.running[index].sort_key)
+
+    def _preempt(self, victim: Request, step: _Step) -> None:
+        """Take everything back from a request that has left the running list, also its part of this step."""
+        num_scheduled = step.num_scheduled.pop(victim.request_id, None)
+        if num_scheduled is not None:
+            step.budget += num_scheduled
+            step.running.remove(victim)
+            step.new_block_ids.pop(victim.request_id, None)
+            self.kv.undo_publish(victim)  # vLLM keeps these hashes, and a resume hits blocks nobody computed
+        self.kv.free(victim)
+        victim.status = RequestStatus.PREEMPTED
+        victim.num_lost_tokens = victim.num_computed_tokens
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        self._num_preemptions += 1
+        self.waiting.put_back(victim)
+        step.preempted.append(victim)
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        config = self.config
+        while self.waiting and step.budget > 0 and len(self.running) < config.max_num_seqs:
+            request = self.waiting.peek()
+            if request.num_output_placeholders:
+                return  # pre-empted with a token in flight: what it has to compute again is not known yet
+            hit_block_ids = self.kv.get_computed_blocks(request)
+            num_hit = len(hit_block_ids) * self.kv.block_size
+            num_new = request.num_tokens - num_hit
+            num_new = min(num_new, config.long_prefill_token_threshold or num_new)
+            if num_new > step.budget and not config.enable_chunked_prefill:
+                return
+            num_new = min(num_new, step.budget)
+            new_block_ids = self.kv.allocate_slots(
+                request, num_new, hit_block_ids, full_sequence_must_fit=config.reserve_full_isl
+            )
+            if new_block_ids is None:
+                return
+            self.waiting.pop()
+            self._admit(request, num_hit)
+            step.num_scheduled[request.request_id] = num_new
+            step.admitted.append(request)
+            step.budget -= num_new
+
+    def _admit(self, request: Request, num_hit: int) -> None:
+        self.running.append(request)
+        request.num_computed_tokens = num_hit
+        self._num_recomputed_tokens += max(request.num_lost_tokens - num_hit, 0)
+        if self.kv.enable_prefix_caching and request.reads_prefix_cache:
+            self._num_queried_tokens += request.num_tokens
+            self._num_hit_tokens += num_hit
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = num_hit
+
+    def _make_output(self, step: _Step) -> SchedulerOutput:
+        """Describe the step as it stands before its tokens count as computed; admitted requests become RUNNING."""
+        new = [request for request in step.admitted if request.status is RequestStatus.WAITING]
+        resumed = [request for request in step.admitted if request.status is RequestStatus.PREEMPTED]
+        known = step.running + resumed
+        for request in resumed:
+            step.new_block_ids[request.request_id] = request.block_ids.copy()
+        step.running += step.admitted
+        for request in step.admitted:
+            request.status = RequestStatus.RUNNING
+        finished_ids, self._finished_ids = self._finished_ids, set()
+        request_ids = [request.request_id for request in known]
+        return SchedulerOutput(
+            scheduled_new_requests=[
+                NewRequestData(
+                    request.request_id,
+                    request.prompt_token_ids,
+                    request.sampling_params,
+                    request.block_ids.copy(),
+                    request.num_computed_tokens,
+                    request.eos_token_id,
+                )
+                for request in new
+            ],
+            scheduled_cached_requests=CachedRequestData(
+                request_ids=request_ids,
+                new_block_ids=list(map(step.new_block_ids.get, request_ids)),
+                num_computed_tokens=[request.num_computed_tokens for request in known],
+                num_output_tokens=[
+                    request.num_tokens + request.num_output_placeholders - request.num_prompt_tokens
+                    for request in known
+                ],
+                resumed_request_ids={request.request_id for request in resumed},
+                all_token_ids={request.request_id: request.all_token_ids.copy() for request in resumed},
+            ),
+            num_scheduled_tokens=step.num_scheduled,
+            total_num_scheduled_tokens=self.config.max_num_batched_tokens - step.budget,
+            num_common_prefix_blocks=self.kv.num_common_prefix_blocks(self.running[0]) if self.running else 0,
+            finished_request_ids=finished_ids,
+            preempted_request_ids={request.request_id for request in step.preempted},
+        )
+
+    def _advance(self, scheduled: list[Request], num_scheduled_tokens: dict[str, int]) -> None:
+        """Count the step's tokens as computed; both arguments are in the same order."""
+        for request, num_new in zip(scheduled, num_scheduled_tokens.values(), strict=True):
+            request.num_computed_tokens += num_new
+
+    # ---- what came of a step
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> EngineCoreOutputs:
+        """Take in the tokens of a step, the oldest in flight first; end the requests that they end."""
+        outputs = EngineCoreOutputs(finished=self._unreported)
+        self._unreported = {}
+        ended: list[tuple[Request, RequestStatus]] = []
+        sampled = model_runner_output.sampled_token_ids
+        for request_id in scheduler_output.num_scheduled_tokens:
+            token_id = sampled.get(request_id)
+            request = self.requests.get(request_id)
+            if token_id is None or request is None:
+                continue  # the prompt is not finished, or the request ended while the step was in flight
+            self._append_token(request, token_id)
+            outputs.request_ids.append(request_id)
+            outputs.new_token_ids.append(token_id)
+            if request.num_tokens == request.num_prompt_tokens + 1:
+                outputs.num_cached_tokens[request_id] = request.num_cached_tokens
+            if token_id in request.stop_tokens or request.num_tokens >= request.max_num_tokens:
+                status = check_stop(request)
+                if status is not None:
+                    ended.append((request, status))
+                    outputs.finished[request_id] = FinishedRequest(status.finish_reason, request.stop_reason)
+        self._end(ended)
+        outputs.stats = self.make_stats(scheduler_output.total_num_scheduled_tokens)
+        return outputs
+
+    def make_stats(self, num_scheduled_tokens: int = 0) -> SchedulerStats:
+        """The present state in numbers."""
+        return SchedulerStats(
+            num_running_reqs=len(self.running),
+            num_waiting_reqs=len(self.waiting),
+            kv_cache_usage=self.kv.usage,
+            prefix_cache_queries=self._num_queried_tokens,
+            prefix_cache_hits=self._num_hit_tokens,
+            num_preemptions=self._num_preemptions,
+            num_recomputed_tokens=self._num_recomputed_tokens,
+            num_scheduled_tokens=num_scheduled_tokens,
+        )
+
+    def _append_token(self, request: Request, token_id: int) -> None:
+        """Take in one sampled token."""
+        request.append_token(token_id)
+
+    def _end(self, ended: list[tuple[Request, RequestStatus]]) -> None:
+        """Take requests out of the scheduler, in order, and their blocks back; the next step tells the batch."""
+        if any(request.status is RequestStatus.RUNNING for request, _ in ended):
+            gone = {request.request_id for request, _ in ended}
+            self.running = [request for request in self.running if request.request_id not in gone]
+        for request, status in ended:
+            if request.status is not RequestStatus.RUNNING:
+                self.waiting.remove(request)
+            self.kv.free(request)
+            request.status = status
+            del self.requests[request.request_id]
+            self._finished_ids.add(request.request_id)
+            if request.num_tokens > self.kv.num_slots:
+                logger.warning(
+                    "Request %s ends with %d output tokens: with its prompt of %d it fills the KV pool of %d slots.",
+                    request.request_id,
+                    request.num_output_tokens,
+                    request.num_prompt_tokens,
+                    self.kv.num_slots,
+                )
+
+
+def make_scheduler(config: SchedulerConfig, cache_config: CacheConfig) -> Scheduler:
+    """The scheduler that a configuration asks for."""
+    from scheduler.async_scheduler import AsyncScheduler  # which derives from this module's class
+
+    return (AsyncScheduler if config.async_scheduling else Scheduler)(config, cache_config)

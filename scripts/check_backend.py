@@ -1,0 +1,142 @@
+"""Compare the logits of whole steps between the attention backend of this device and the XLA reference.
+
+    python scripts/check_backend.py --model qwen3-0.6b
+
+A real scheduler admits requests of uneven lengths in two waves, so that the steps are a prefill, a mixture and decodes;
+both backends run the same plans with random weights, each on its own cache. Prints one JSON object; exits with 1 if the
+relative error of any step's logits is above the limit.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import workloads
+
+from jaxvllm.attention_backend import choose_backend
+from jaxvllm.compile_cache import compiler_options
+from jaxvllm.device_state import DeviceState
+from jaxvllm.kv_cache import KVCacheSpec
+from jaxvllm.layers.parameter import bind, param_specs
+from jaxvllm.model_source import resolve
+from jaxvllm.models.registry import get_model_class
+from jaxvllm.step import compute_step_logits
+from jaxvllm.weights.dummy import dummy_params
+from pallas_kernels import Backend
+from scheduler.batch import BatchLimits
+from scheduler.buckets import BucketKey, powers_of_two
+from scheduler.config import CacheConfig, SchedulerConfig
+from scheduler.outputs import ModelRunnerOutput
+from scheduler.plan import PlanLayout, Planner, StepPlan
+from scheduler.request import Request
+from scheduler.sampling_params import SamplingParams
+from scheduler.scheduler import make_scheduler
+
+# bf16 rounds at 2 ** -8 in every layer; two correct kernels differ by about a hundredth.
+MAX_RELATIVE_ERROR = 0.03
+WAVES = ((251, 17, 700, 1, 64), (33, 128, 311))
+NUM_STEPS = 6
+
+
+class LogitsRunner:
+    """Runs plans with one backend and gives the logits instead of sampling."""
+
+    def __init__(self, model, config, params, limits: BatchLimits, num_blocks: int, backend: Backend) -> None:
+        self.model, self.params, self.limits, self.backend = model, params, limits, backend
+        self.num_heads = config.num_heads
+        spec = KVCacheSpec(
+            config.num_layers, config.num_kv_heads, config.head_dim, limits.block_size, jnp.dtype(config.dtype)
+        )
+        # NaN in every slot that nothing wrote: reading one shows.
+        self.kv_cache = jnp.full(spec.shape(num_blocks), jnp.nan, spec.dtype)
+        self.state = DeviceState.zeros(limits)
+
+    def run(self, plan: StepPlan, last_tokens: np.ndarray) -> np.ndarray:
+        """f32[num_reqs, V] logits; last_tokens i32[max_num_seqs] stands for what the step before sampled."""
+        self.state = replace(self.state, last_tokens=jnp.asarray(last_tokens))
+        options = compiler_options(jax.default_backend())
+        step = jax.jit(partial(self._step, plan.key), donate_argnums=(1, 2), compiler_options=options or None)
+        logits, self.kv_cache, self.state = step(self.params, self.kv_cache, self.state, plan.buffer)
+        return np.asarray(logits)[: plan.num_reqs]
+
+    def _step(self, key: BucketKey, params, kv_cache, state: DeviceState, buffer):
+        plan = PlanLayout.make(key, self.limits).unpack(buffer)
+        last_tokens = state.last_tokens
+        if "admits" in plan:
+            state = replace(state.admit(plan["admits"]), last_tokens=last_tokens)
+        state = state.append_blocks(plan["block_appends"])
+        model = bind(self.model, params)
+        logits, kv_cache = compute_step_logits(model, plan, state, kv_cache, key, self.backend, self.num_heads)  # type: ignore[arg-type]
+        return logits, kv_cache, state
+
+
+def compare(name: str, requested: str | None = None) -> dict:
+    """Largest relative error over the steps, and how many of the sampled ids agree."""
+    config = resolve(workloads.write_config(name)).config
+    limits = BatchLimits(max_num_seqs=16, max_model_len=1024, block_size=16)
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=16, max_num_batched_tokens=512, max_model_len=1024, async_scheduling=False
+    )
+    backend = choose_backend(requested, jax.devices()[0], config, limits)
+    num_blocks = 512
+    scheduler = make_scheduler(scheduler_config, CacheConfig(num_blocks=num_blocks, enable_prefix_caching=False))
+    planner = Planner(limits, powers_of_two(16, 512, min_decode_size=8), seed=0)
+    model = get_model_class(config.architecture)(config)
+    params = dummy_params(param_specs(model))
+    tested = LogitsRunner(model, config, params, limits, num_blocks, backend)
+    reference = LogitsRunner(model, config, params, limits, num_blocks, "reference")
+    rng = np.random.default_rng(0)
+    waves, errors, kinds, agreed, total = list(WAVES), [], [], 0, 0
+    last_tokens = np.zeros(limits.max_num_seqs, np.int32)
+    for step_number in range(NUM_STEPS):
+        if step_number % 2 == 0 and waves:
+            for i, length in enumerate(waves.pop(0)):
+                prompt = rng.integers(10, config.vocab_size, length).tolist()
+                params_of = SamplingParams(temperature=0, max_tokens=NUM_STEPS + 1, ignore_eos=True)
+                scheduler.add_request(Request(f"{step_number}-{i}", prompt, params_of))
+        scheduled = scheduler.schedule()
+        plan = planner.build(scheduled)
+        assert plan is not None, "every step has work"
+        got, expected = tested.run(plan, last_tokens), reference.run(plan, last_tokens)
+        needs_sample = plan.needs_sample
+        got, expected = got[needs_sample], expected[needs_sample]
+        assert np.isfinite(got).all() and np.isfinite(expected).all(), f"{plan.key}: NaN reached the logits"
+        errors.append(float(np.linalg.norm(got - expected) / np.linalg.norm(expected)))
+        kinds.append(str(plan.key))
+        agreed += int((got.argmax(-1) == expected.argmax(-1)).sum())
+        total += len(got)
+        sampled = {}
+        for row, request_id in enumerate(plan.request_ids):
+            if needs_sample[row]:
+                sampled[request_id] = int(rng.integers(10, config.vocab_size))
+                last_tokens[planner.batch.row_of[request_id]] = sampled[request_id]
+        scheduler.update_from_output(scheduled, ModelRunnerOutput(sampled))
+    return {
+        "model": name,
+        "backend": backend,
+        "steps": kinds,
+        "relative_errors": errors,
+        "max_relative_error": max(errors),
+        "argmax_agreement": agreed / total,
+        "passed": max(errors) <= MAX_RELATIVE_ERROR,
+    }
+
+
+def main() -> int:
+    """Run the comparison for one model shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=workloads.MODELS, default="qwen3-0.6b")
+    parser.add_argument("--backend", default=None, help="instead of the one the engine would choose")
+    args = parser.parse_args()
+    result = compare(args.model, args.backend)
+    print(json.dumps(result))
+    return 0 if result["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.engine.tokenizers_fixture import k_bytes
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "eos_token_id": 262,
+}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def write_model(
+    folder: Path, *, config: dict | None = None, generation_config: dict | None = None, eos="<eos>"
+) -> Path:
+    """A model folder without weights: what the front end reads of a model."""
+    (folder / "config.json").write_text(json.dumps(LLAMA | (config or {})))
+    k_bytes().save(str(folder / "tokenizer.json"))
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
+    if eos is not None:
+        tokenizer_config["eos_token"] = eos
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    if generation_config is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation_config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("k_bytes"))

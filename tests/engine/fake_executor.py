@@ -1,0 +1,86 @@
+"""Scripted executors, named as "module:function": the next token is always the last one + 1 (mod 264)."""
+
+import os
+import signal
+import time
+
+from jaxvllm.config import EngineConfig
+from scheduler.outputs import ModelRunnerOutput, SchedulerOutput
+
+VOCAB_SIZE = 264
+
+
+class Done:
+    """A step whose tokens are known at once, or an error that shows when they are waited for."""
+
+    def __init__(self, tokens: dict[str, int], delay_s: float, error: Exception | None) -> None:
+        self._tokens, self._delay_s, self._error = tokens, delay_s, error
+
+    def wait(self) -> ModelRunnerOutput:
+        time.sleep(self._delay_s)
+        if self._error is not None:
+            raise self._error
+        return ModelRunnerOutput(self._tokens)
+
+
+class SuccessorExecutor:
+    """Keeps the tokens of every request from the SchedulerOutputs alone, as a device would."""
+
+    def __init__(self, config: EngineConfig, delay_s: float = 0.0, fail_at_step: int = -1) -> None:
+        self._num_blocks = config.memory.num_blocks or 1025
+        self._delay_s, self._fail_at_step = delay_s, fail_at_step
+        self._tokens: dict[str, list[int]] = {}
+        self._num_steps = 0
+
+    def initialize(self) -> int:
+        return self._num_blocks
+
+    def execute(self, scheduler_output: SchedulerOutput) -> Done | None:
+        for request_id in scheduler_output.finished_request_ids | scheduler_output.preempted_request_ids:
+            self._tokens.pop(request_id, None)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return None
+        computed = {}
+        for new in scheduler_output.scheduled_new_requests:
+            self._tokens[new.request_id] = list(new.prompt_token_ids)
+            computed[new.request_id] = new.num_computed_tokens
+        cached = scheduler_output.scheduled_cached_requests
+        for request_id in cached.resumed_request_ids:
+            self._tokens[request_id] = list(cached.all_token_ids[request_id])
+        computed |= dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+        sampled = {}
+        for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
+            tokens = self._tokens[request_id]
+            if computed[request_id] + num_new == len(tokens):
+                sampled[request_id] = (tokens[-1] + 1) % VOCAB_SIZE
+                tokens.append(sampled[request_id])
+        self._num_steps += 1
+        error = RuntimeError("the device is on fire") if self._num_steps == self._fail_at_step else None
+        return Done(sampled, self._delay_s, error)
+
+    def metrics(self) -> dict[str, float]:
+        return {"num_steps": float(self._num_steps)}
+
+    def shutdown(self) -> None:
+        self._tokens.clear()
+
+
+def successor(config: EngineConfig) -> SuccessorExecutor:
+    return SuccessorExecutor(config)
+
+
+def slow(config: EngineConfig) -> SuccessorExecutor:
+    return SuccessorExecutor(config, delay_s=0.02)
+
+
+def fails_at_step_3(config: EngineConfig) -> SuccessorExecutor:
+    return SuccessorExecutor(config, fail_at_step=3)
+
+
+def kills_itself_at_start(config: EngineConfig) -> SuccessorExecutor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def bad_model(config: EngineConfig) -> SuccessorExecutor:
+    raise ValueError("tensor 'model.norm.weight' is missing")

@@ -1,0 +1,52 @@
+"""The command line over a scripted executor."""
+
+import io
+
+import pytest
+
+from jaxvllm import cli
+from jaxvllm.config import EngineArgs
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch):
+    monkeypatch.setattr(EngineArgs, "executor", "tests.engine.fake_executor:successor")
+    monkeypatch.setenv("JAXVLLM_MULTIPROCESS", "0")
+
+
+def run(model_folder, command: str, *args: str) -> int:
+    return cli.main([command, *args, "--model", str(model_folder), "--device", "cpu", "--max-tokens", "3"])
+
+
+def test_generate_answers_through_the_chat_template_and_raw_completes(model_folder, capsys):
+    assert run(model_folder, "generate", "hi") == 0
+    assert run(model_folder, "generate", "--raw", "A") == 0
+    captured = capsys.readouterr()
+    assert captured.out == ";<=\nBCD\n"
+    assert "Processed prompts: 100%" in captured.err
+
+
+def test_several_prompts_are_told_apart(model_folder, capsys):
+    assert run(model_folder, "generate", "--raw", "A", "K") == 0
+    assert capsys.readouterr().out == ">>> A\nBCD\n>>> K\nLMN\n"
+
+
+def test_chat_answers_line_by_line_until_the_end_of_input(model_folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nthere\n"))
+    assert run(model_folder, "chat", "--system", "short") == 0
+    assert capsys.readouterr().out == ";<=\n;<=\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--max-num-seqs", "0"], "max_num_seqs=0 must be at least 1"),
+        (["--temperature", "-1"], "temperature=-1.0 must not be negative"),
+        (["--raw", "--system", "x"], "--system needs a chat template"),
+        (["--tokenizer", "/nowhere/at/all"], "/nowhere/at/all"),
+    ],
+)
+def test_errors_are_one_line_and_status_1(model_folder, capsys, args, message):
+    assert run(model_folder, "generate", "A", *args) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("jaxvllm: error: ") and message in error

@@ -1,0 +1,103 @@
+"""Every argument of vLLM's LLM is applied or refused by name."""
+
+import pytest
+
+from jaxvllm.config import EngineArgs, default_limits
+from jaxvllm.device_probe import GpuInfo
+from jaxvllm.vllm_args import NOT_BUILT
+
+
+def test_unknown_argument_is_named_with_the_nearest_known_one():
+    with pytest.raises(TypeError, match=r"'max_num_seq'.*'max_num_seqs'"):
+        EngineArgs(max_num_seq=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("quantization", "awq"),
+        ("tensor_parallel_size", 2),
+        ("pipeline_parallel_size", 2),
+        ("speculative_config", {"method": "ngram"}),
+        ("enable_lora", True),
+        ("enforce_eager", True),
+        ("kv_cache_dtype", "fp8"),
+        ("trust_remote_code", True),
+    ],
+)
+def test_argument_that_is_not_built_is_refused_by_name_and_taken_with_its_default(name, value):
+    with pytest.raises(NotImplementedError, match=name):
+        EngineArgs(**{name: value})
+    EngineArgs(**{name: NOT_BUILT[name]})
+
+
+def test_no_argument_is_both_applied_and_refused():
+    assert not set(NOT_BUILT) & set(EngineArgs.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"block_size": 7}, "block_size=7 must be one of 16, 32, 64, 128"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0 must be at least 1"),
+        ({"max_num_seqs": "3"}, "max_num_seqs='3' must be of type"),
+        ({"max_num_seqs": True}, "max_num_seqs=True must be of type"),
+        ({"gpu_memory_utilization": 1.5}, r"must be in \(0, 1\]"),
+        ({"dtype": "int8"}, "dtype='int8' must be one of"),
+        ({"load_format": "pt"}, "load_format='pt' must be one of"),
+        ({"scheduling_policy": "lifo"}, "scheduling_policy='lifo'"),
+        ({"num_gpu_blocks_override": 1}, "null block"),
+    ],
+)
+def test_bad_value_is_refused_with_value_and_range(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        EngineArgs(**kwargs)
+
+
+def test_limits_depend_on_the_device_as_in_vllm():
+    assert default_limits("cpu", None) == (512, 16)
+    assert default_limits("gpu", GpuInfo("NVIDIA H200", 141 << 30)) == (16384, 1024)
+    assert default_limits("gpu", GpuInfo("NVIDIA A100-SXM4-80GB", 80 << 30)) == (8192, 256)
+
+
+def test_one_given_limit_bends_the_other_default():
+    few_tokens = EngineArgs(device="cpu", max_num_batched_tokens=5).create_engine_config(64).scheduler
+    many_seqs = EngineArgs(device="cpu", max_num_seqs=700).create_engine_config(64).scheduler
+    whole_prompts = EngineArgs(device="cpu", enable_chunked_prefill=False).create_engine_config(900).scheduler
+    assert (few_tokens.max_num_batched_tokens, few_tokens.max_num_seqs) == (5, 5)
+    assert (many_seqs.max_num_batched_tokens, many_seqs.max_num_seqs) == (700, 700)
+    assert whole_prompts.max_num_batched_tokens == 900
+    with pytest.raises(ValueError, match="max_num_batched_tokens=3 must be at least max_num_seqs=4"):
+        EngineArgs(device="cpu", max_num_batched_tokens=3, max_num_seqs=4).create_engine_config(64)
+
+
+def test_max_model_len_beyond_the_model_is_refused():
+    assert EngineArgs(device="cpu").create_engine_config(64).scheduler.max_model_len == 64
+    with pytest.raises(ValueError, match=r"max_model_len=65 must not exceed .*64"):
+        EngineArgs(device="cpu", max_model_len=65).create_engine_config(64)
+
+
+def test_cpu_computes_in_float32_with_a_pool_of_a_gibibyte():
+    config = EngineArgs(device="cpu").create_engine_config(64)
+    assert (config.model.dtype, config.memory.kv_cache_bytes) == ("float32", 1 << 30)
+    gpu = EngineArgs(device="gpu").create_engine_config(64)
+    assert (gpu.model.dtype, gpu.memory.kv_cache_bytes) == ("auto", None)
+
+
+def test_core_environment_keeps_what_the_caller_has_set(monkeypatch):
+    for name in ("JAX_PLATFORMS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    assert EngineArgs(device="cpu").create_engine_config(64).core_environment() == {"JAX_PLATFORMS": "cpu"}
+    gpu = EngineArgs(device="gpu", gpu_memory_utilization=0.5).create_engine_config(64)
+    assert gpu.core_environment() == {"XLA_CLIENT_MEM_FRACTION": "0.5000"}
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
+    assert gpu.core_environment() == {}
+
+
+def test_multiprocess_follows_the_argument_then_the_environment(monkeypatch):
+    monkeypatch.setenv("JAXVLLM_MULTIPROCESS", "0")
+    assert not EngineArgs().use_multiprocess
+    assert EngineArgs(multiprocess=True).use_multiprocess
+    monkeypatch.setenv("JAXVLLM_MULTIPROCESS", "maybe")
+    with pytest.raises(ValueError, match="JAXVLLM_MULTIPROCESS='maybe'"):
+        assert EngineArgs().use_multiprocess

@@ -1,0 +1,172 @@
+"""The core in a process of its own: it works from any kind of script, its death is heard, and it never outlives us."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxvllm import Engine, EngineDeadError, SamplingParams
+
+EXECUTORS = "tests.engine.fake_executor"
+ROOT = Path(__file__).resolve().parents[2]
+DEATH_S = 1.0
+
+
+def make_engine(folder: Path, executor: str, **kwargs) -> Engine:
+    return Engine(folder, executor=f"{EXECUTORS}:{executor}", skip_tokenizer_init=True, device="cpu", **kwargs)
+
+
+def core_pid(engine: Engine) -> int:
+    return engine.llm_engine._client.pid
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int, limit_s: float = 3.0) -> bool:
+    deadline = time.monotonic() + limit_s
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_running(pid)
+
+
+def test_core_process_gives_what_the_core_in_process_gives(model_folder):
+    prompts = [[i] * (1 + 7 * i) for i in range(1, 20)]
+    params = [SamplingParams(max_tokens=3 * i) for i in range(1, 20)]
+    results = []
+    for multiprocess in (True, False):
+        with make_engine(model_folder, "successor", multiprocess=multiprocess) as engine:
+            results.append([o.outputs for o in engine.generate(prompts, params, use_tqdm=False)])
+            assert engine.reset_prefix_cache()
+            assert {m.name: m.value for m in engine.get_metrics()}["jaxvllm:num_steps"] > 50
+    assert results[0] == results[1]
+
+
+def test_front_end_with_a_core_process_never_imports_jax(model_folder):
+    script = f"""
+import sys
+from jaxvllm import Engine, SamplingParams
+engine = Engine({str(model_folder)!r}, executor="{EXECUTORS}:successor", skip_tokenizer_init=True, device="cpu")
+print(engine.generate([[65]], SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs[0].token_ids)
+print("jax" in sys.modules, engine.llm_engine._client.pid)
+"""
+    # From standard input and without a __main__ guard: what multiprocessing's spawn cannot do.
+    result = subprocess.run([sys.executable, "-"], input=script, text=True, capture_output=True, cwd=ROOT, timeout=60)
+    assert result.returncode == 0, result.stderr
+    ids, line = result.stdout.splitlines()
+    assert ids == "[66, 67, 68]"
+    assert line.startswith("False ")
+    assert wait_until_gone(int(line.split()[1])), "the core outlived an ordinary exit"
+
+
+def test_killed_core_is_heard_of_within_a_second(model_folder):
+    with make_engine(model_folder, "slow") as engine:
+        killed_at = []
+
+        def kill() -> None:
+            killed_at.append(time.monotonic())
+            os.kill(core_pid(engine), signal.SIGKILL)
+
+        threading.Timer(0.2, kill).start()
+        with pytest.raises(EngineDeadError, match=r"killed by SIGKILL"):
+            engine.generate([[1]] * 5, SamplingParams(max_tokens=900), use_tqdm=False)
+        assert time.monotonic() - killed_at[0] < DEATH_S
+        for call in (lambda: engine.generate([[1]], use_tqdm=False), engine.reset_prefix_cache, engine.get_metrics):
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                call()
+
+
+@pytest.mark.parametrize("multiprocess", [True, False])
+def test_exception_in_the_core_reaches_the_caller_with_its_cause(model_folder, multiprocess):
+    with make_engine(model_folder, "fails_at_step_3", multiprocess=multiprocess) as engine:
+        with pytest.raises(EngineDeadError, match="RuntimeError: the device is on fire") as caught:
+            engine.generate([[1]], SamplingParams(max_tokens=9), use_tqdm=False)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        with pytest.raises(EngineDeadError, match="the device is on fire"):
+            engine.generate([[1]], use_tqdm=False)
+        if multiprocess:
+            assert "fake_executor.py" in str(caught.value)
+            assert wait_until_gone(core_pid(engine))
+
+
+@pytest.mark.parametrize("multiprocess", [True, False])
+def test_error_at_the_start_is_raised_as_the_same_kind(model_folder, multiprocess):
+    with pytest.raises(ValueError, match=r"tensor 'model.norm.weight' is missing"):
+        make_engine(model_folder, "bad_model", multiprocess=multiprocess)
+
+
+def test_core_that_is_killed_at_the_start_is_heard_of(model_folder):
+    with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+        make_engine(model_folder, "kills_itself_at_start")
+
+
+def test_shutdown_ends_the_process_and_leaves_no_socket(model_folder):
+    engine = make_engine(model_folder, "successor")
+    pid = core_pid(engine)
+    assert not Path(engine.llm_engine._client._folder).exists()
+    engine.shutdown()
+    engine.shutdown()
+    assert not is_running(pid)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        engine.generate([[1]], use_tqdm=False)
+
+
+def test_engine_that_is_dropped_takes_its_core_with_it(model_folder):
+    engine = make_engine(model_folder, "successor")
+    pid = core_pid(engine)
+    del engine
+    assert wait_until_gone(pid)
+
+
+INTERRUPTED = f"""
+import os, sys
+from jaxvllm import Engine, SamplingParams
+engine = Engine(sys.argv[1], executor="{EXECUTORS}:slow", skip_tokenizer_init=True, device="cpu")
+print(engine.llm_engine._client.pid, flush=True)
+try:
+    engine.generate([[1]] * 3, SamplingParams(max_tokens=900), use_tqdm=False)
+except KeyboardInterrupt:
+    print(engine.generate([[65]], SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs[0].token_ids, flush=True)
+    print(engine.llm_engine.has_unfinished_requests(), flush=True)
+"""
+
+
+@pytest.fixture
+def running_script(model_folder):
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(model_folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    time.sleep(0.2)
+    yield process, pid
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_ctrl_c_stops_the_batch_but_not_the_engine_and_exit_leaves_no_orphan(running_script):
+    process, pid = running_script
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group gets it
+    out, _ = process.communicate(timeout=10)
+    assert out.splitlines() == ["[66, 67, 68]", "False"]
+    assert wait_until_gone(pid)
+
+
+def test_killed_front_end_leaves_no_orphan(running_script):
+    process, pid = running_script
+    process.kill()
+    assert wait_until_gone(pid, limit_s=2.0)

@@ -1,0 +1,112 @@
+import logging
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvllm.compile_cache import CompileAfterWarmupError
+from jaxvllm.kv_cache import KVCacheSpec, num_blocks_that_fit
+from jaxvllm.model_runner import ModelRunner
+from scheduler.batch import BatchLimits
+from scheduler.buckets import explicit, one_shape
+from tests.engine.toy import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, Loop, make_runner, toy_params
+
+LIMITS = BatchLimits(max_num_seqs=19, max_model_len=96, block_size=4)
+POLICY = explicit(19, 128, [4, 19], [32, 128])
+rng = np.random.default_rng(3)
+PROMPTS = {f"r{n}": rng.integers(1, 53, n).tolist() for n in (5, 16, 17, 31, 1, 2)}
+
+
+def dense_greedy(prompt: list[int], num_outputs: int) -> list[int]:
+    """The toy model without cache, batch or padding, in float64."""
+    p = {name: np.asarray(w, np.float64) for name, w in toy_params().items()}
+    ids = list(prompt)
+    for _ in range(num_outputs):
+        n = len(ids)
+        x = p["embed"][ids] + p["position"][:n]
+        for i in range(LAYERS):
+            q = (x @ p["q"][i]).reshape(n, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+            k, v = np.split((x @ p["kv"][i]).reshape(n, 2 * KV_HEADS, HEAD_DIM), 2, axis=1)
+            scores = np.einsum("tkgh,skh->kgts", q, k) * HEAD_DIM**-0.5
+            scores = np.where(np.tri(n, dtype=bool), scores, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            attended = np.einsum("kgts,skh->tkgh", weights / weights.sum(-1, keepdims=True), v)
+            x = x + attended.reshape(n, HIDDEN) @ p["o"][i]
+        ids.append(int(np.argmax(x[-1] @ p["head"])))
+    return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    return {request_id: dense_greedy(prompt, 9) for request_id, prompt in PROMPTS.items()}
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return make_runner(LIMITS, POLICY, 300)
+
+
+def run(runner: ModelRunner, chunk=1000, depth=1, prompts=PROMPTS) -> dict[str, list[int]]:
+    runner.initialize_kv_cache(300)
+    loop = Loop(LIMITS, POLICY, runner, chunk)
+    for request_id, prompt in prompts.items():
+        loop.add(request_id, prompt, 9)
+    return loop.run(depth)
+
+
+@pytest.mark.parametrize(("chunk", "depth"), [(1000, 1), (3, 1), (7, 2)])
+def test_greedy_tokens_equal_a_dense_model_with_chunks_and_a_step_in_flight(runner, expected, chunk, depth):
+    assert run(runner, chunk, depth) == expected
+
+
+def test_more_admissions_than_a_step_holds_run_first(runner, expected):
+    prompts = {f"{request_id}-{i}": prompt for i in range(3) for request_id, prompt in PROMPTS.items()}
+    prompts = {request_id: prompt for request_id, prompt in prompts.items() if len(prompt) < 31}
+    prompts |= {f"x{i}": [i + 1] for i in range(4)}
+    assert len(prompts) == 19
+    got = run(runner, prompts=prompts)
+    assert all(got[request_id] == expected[request_id.split("-")[0]] for request_id in got if "-" in request_id)
+    assert "admit" in runner.programs.programs()
+
+
+def test_every_program_is_compiled_once_and_late_compiles_are_counted_and_named(caplog):
+    limits, policy = BatchLimits(2, 32, 4), explicit(2, 16, [2], [16])
+    runner = make_runner(limits, policy, 17)
+    for _ in range(2):
+        loop = Loop(limits, policy, runner)
+        loop.add("a", [1, 2], 3)
+        with caplog.at_level(logging.INFO):
+            loop.run()
+    assert runner.programs.num_late_compiles == len(runner.programs.compile_seconds) == 2
+    assert [r.message.split(" while")[0] for r in caplog.records if "Compiled" in r.message] == [
+        "Compiled mixed(T=16, R=2)",
+        "Compiled decode(T=2, R=2)",
+    ]
+
+
+def test_after_warm_up_nothing_compiles_and_strict_mode_refuses_what_is_missing():
+    limits, policy = BatchLimits(2, 32, 4), one_shape(2, 16)
+    runner = make_runner(limits, policy, 17, strict_compile=True)
+    with pytest.raises(CompileAfterWarmupError, match=r"mixed\(T=16, R=2\)"):
+        loop = Loop(limits, policy, runner)
+        loop.add("a", [1, 2], 2)
+        loop.run()
+    assert list(runner.warm_up()) == policy.keys()
+    assert list(runner.warm_up()) == []
+    loop = Loop(limits, policy, runner)
+    loop.add("a", [1, 2], 3)
+    assert len(loop.run()["a"]) == 3 and runner.programs.num_late_compiles == 0
+
+
+def test_the_pool_is_sized_from_what_is_free_and_says_how_many_tokens_fit():
+    spec = KVCacheSpec(3, 2, 16, 4, jnp.dtype(jnp.bfloat16))
+    assert spec.block_bytes == 3 * 2 * 2 * 4 * 16 * 2 and spec.shape(7) == (3, 7, 2, 2, 4, 16)
+    limits = BatchLimits(4, 30, 4)
+    assert num_blocks_that_fit(spec, limits, 20 * spec.block_bytes + 5, workspace_bytes=spec.block_bytes) == 19
+    assert num_blocks_that_fit(spec, limits, 9 * spec.block_bytes) == 9  # 8 blocks hold 30 tokens, and the null block
+    with pytest.raises(ValueError, match=r"room for 28 tokens.*max_model_len=30.*at most 28"):
+        num_blocks_that_fit(spec, limits, 8 * spec.block_bytes)
+
+
+def test_workspace_of_the_largest_program_is_measured_without_a_pool(runner):
+    assert runner.workspace_bytes() > 128 * HIDDEN * 4

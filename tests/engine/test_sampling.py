@@ -1,0 +1,144 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvllm.sampling import SamplingRows, gumbel_noise, kept_tokens, sample
+from scheduler.records import make_record
+from scheduler.sampling_params import SamplingParams
+
+V = 257
+
+
+def make_rows(params: list[SamplingParams], output_index=0, eos=None, needs_sample=None) -> SamplingRows:
+    records = np.stack([make_record(p, 10, eos, 0 if p.seed is None else p.seed) for p in params])
+    seq_lens = np.broadcast_to(np.asarray(output_index) + 10, len(params))
+    wanted = np.ones(len(params), bool) if needs_sample is None else np.asarray(needs_sample)
+    return SamplingRows.from_records(jnp.asarray(records), jnp.asarray(seq_lens), jnp.asarray(wanted))
+
+
+def reference(logits: np.ndarray, p: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    """Kept tokens and probabilities in float64, by sorting: temperature, min_p, top_k, top_p; ties at a cut stay."""
+    x = logits.astype(np.float64) / np.float64(np.float32(p.temperature))
+    probs = np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+    kept = probs >= np.float64(np.float32(p.min_p)) * probs.max()
+    if 0 < p.top_k < len(x):
+        kept &= x >= np.sort(x)[-p.top_k]
+    if p.top_p < 1:
+        share = np.where(kept, probs, 0) / probs[kept].sum()
+        above = np.array([share[x > value].sum() for value in x])
+        kept &= above < np.float64(np.float32(p.top_p))
+    return kept, np.where(kept, probs, 0) / probs[kept].sum()
+
+
+def mixed_params() -> list[SamplingParams]:
+    rng = np.random.default_rng(1)
+    edge = [
+        {"top_k": V + 5}, {"top_p": 1e-9}, {"min_p": 1.0}, {"top_k": 1}, {"min_p": 0.2, "top_k": 3, "top_p": 0.99},
+        {"temperature": 0.01}, {"temperature": 0.0}, {"top_p": 0.9999}, {"top_k": V}, {"top_k": V - 1},
+    ]  # fmt: skip
+    random = [
+        {
+            "temperature": float(rng.uniform(0.3, 2)),
+            "top_k": int(rng.integers(0, 60)),
+            "top_p": float(rng.uniform(0.05, 1)),
+            "min_p": float(rng.choice([0, rng.uniform(0, 0.3)])),
+        }
+        for _ in range(30)
+    ]
+    return [SamplingParams(seed=i, **p) for i, p in enumerate(edge + random)]
+
+
+def mixed_logits(num_rows: int, quantum: float) -> np.ndarray:
+    logits = np.random.default_rng(2).normal(0, 3, (num_rows, V)) - 2
+    return (np.round(logits / quantum) * quantum if quantum else logits).astype(np.float32)
+
+
+@pytest.mark.parametrize("quantum", [0.0, 0.5], ids=["distinct", "tied"])
+def test_the_filters_keep_what_sorting_in_float64_keeps(quantum):
+    params = mixed_params()
+    logits = mixed_logits(len(params), quantum)
+    rows = make_rows(params)
+    scaled = logits / np.where(rows.temperature <= 0, 1, rows.temperature)[:, None].astype(np.float32)
+    kept = np.asarray(jax.jit(kept_tokens)(jnp.asarray(scaled), rows))
+    for i, p in enumerate(params):
+        if not p.is_greedy:
+            assert np.array_equal(kept[i], reference(logits[i], p)[0]), p
+    assert kept[0].all() and kept[8].all() and (quantum or kept[9].sum() == V - 1)
+    assert np.array_equal(kept[1], logits[1] == logits[1].max()) and np.array_equal(
+        kept[2], logits[2] == logits[2].max()
+    )
+
+
+def test_a_long_tail_of_unlikely_tokens_still_counts_in_top_p():
+    logits = np.full(2**17, -19.0, np.float32)  # 131072 tokens that together weigh 7e-4 of the first
+    logits[7] = 0.0
+    for top_p, whole in ((0.999, False), (0.9999, True)):
+        kept = jax.jit(kept_tokens)(jnp.asarray(logits)[None], make_rows([SamplingParams(top_p=top_p)]))
+        assert int(kept.sum()) == (2**17 if whole else 1)
+
+
+def test_draws_have_the_probabilities_of_the_kept_tokens():
+    logits = np.array([1.0, 0.2, -0.5, 2.0, 0.0, -3.0, 1.5, 1.0, -1.0, 0.7, 0.1], np.float32)
+    num_draws = 6000
+    draw = jax.jit(sample)
+    for p in ({}, {"temperature": 0.6, "top_k": 6}, {"top_p": 0.8, "min_p": 0.05, "temperature": 1.7}):
+        params = SamplingParams(seed=12345, **p)
+        rows = make_rows([params] * num_draws, np.arange(num_draws))
+        ids = np.asarray(draw(jnp.broadcast_to(logits, (num_draws, len(logits))), rows))
+        _, probs = reference(logits, params)
+        counts = np.bincount(ids, minlength=len(logits))
+        assert (counts[probs == 0] == 0).all()
+        expected = probs[probs > 0] * num_draws
+        chi_square = ((counts[probs > 0] - expected) ** 2 / expected).sum()
+        assert chi_square < 30, (p, chi_square)  # at most 10 degrees of freedom: exceeded once in 1000 sets of draws
+
+
+def test_a_draw_depends_on_the_row_s_own_logits_seed_and_index_only():
+    params = mixed_params()
+    n = len(params)
+    logits = mixed_logits(n, 0.0)
+    draw = jax.jit(sample)
+    ids = np.asarray(draw(jnp.asarray(logits), make_rows(params, np.arange(n))))
+    order = np.random.default_rng(5).permutation(n)
+    shuffled = draw(jnp.asarray(logits[order]), make_rows([params[i] for i in order], order))
+    assert np.array_equal(ids[order], shuffled)
+    for size in (1, 13):
+        for first in (0, 17, n - size):
+            part = slice(first, first + size)
+            alone = draw(jnp.asarray(logits[part]), make_rows(params[part], np.arange(n)[part]))
+            assert np.array_equal(ids[part], alone), (size, first)
+    assert ids[6] == logits[6].argmax()
+
+
+def test_noise_changes_with_either_word_of_the_seed_and_with_the_index():
+    seeds = [5, 6, 5 + 2**32, -5, 2**63 + 5]
+    draw = jax.jit(gumbel_noise, static_argnums=1)
+    noise = np.asarray(draw(make_rows([SamplingParams(seed=s) for s in seeds]), 31))
+    later = np.asarray(draw(make_rows([SamplingParams(seed=s) for s in seeds], 1), 31))
+    assert len(np.unique(np.concatenate([noise, later])[:, 0])) == 10 and np.isfinite(noise).all()
+
+
+def test_eos_and_stop_ids_are_masked_until_min_tokens_for_greedy_and_random_rows():
+    logits = np.zeros((4, V), np.float32)
+    logits[:, [3, 5, 8, 11]] = [40.0, 30.0, 20.0, 10.0]
+    greedy = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[5, 300, 8])
+    random = SamplingParams(temperature=1.0, min_tokens=2, stop_token_ids=[5], ignore_eos=True)
+    params = [greedy, random, greedy, SamplingParams(temperature=0.0)]
+    ids = jax.jit(sample)(jnp.asarray(logits), make_rows(params, [1, 0, 2, 0], eos=3))
+    assert ids.tolist() == [11, 8, 3, 3]
+
+
+def test_a_greedy_batch_pays_for_an_argmax_only():
+    logits = jnp.zeros((5, V))
+    rows = make_rows([SamplingParams(temperature=0.0)] * 5)
+    jaxpr = jax.make_jaxpr(sample)(logits, rows)
+    large = [e.primitive.name for e in jaxpr.eqns if any(getattr(v.aval, "size", 0) >= 5 * V for v in e.outvars)]
+    conds = [e for e in jaxpr.eqns if e.primitive.name == "cond"]
+    assert large == [] and len(conds) == 1
+    plain = {e.primitive.name for e in conds[0].params["branches"][1].jaxpr.eqns}
+    assert "argmax" in plain and not plain & {"threefry2x32", "while", "scatter", "exp", "log"}
+    # ... and the predicate picks it: rows without needs_sample do not count.
+    rows = make_rows([SamplingParams(temperature=0.0), SamplingParams()], needs_sample=[True, False])
+    predicate = (rows.temperature <= 0) | ~rows.needs_sample
+    assert bool(predicate.all())

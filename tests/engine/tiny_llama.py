@@ -1,0 +1,37 @@
+"""T-tiny of the case list: a random Llama in float32 behind a ModelRunner."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxvllm.kv_cache import KVCacheSpec
+from jaxvllm.layers.parameter import bind, param_specs
+from jaxvllm.model_config import ModelConfig
+from jaxvllm.model_runner import ModelRunner, RunnerConfig
+from jaxvllm.models.registry import get_model_class
+from scheduler.batch import BatchLimits
+from scheduler.buckets import BucketPolicy
+
+CONFIG = ModelConfig.from_hf(
+    {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 264, "hidden_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 128, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+        "torch_dtype": "float32", "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    }
+)  # fmt: skip
+
+
+def make_runner(limits: BatchLimits, policy: BucketPolicy, num_blocks: int) -> ModelRunner:
+    rng = np.random.default_rng(0)
+    model = get_model_class(CONFIG.architecture)(CONFIG)
+
+    def draw(spec) -> jax.Array:
+        values = np.ones(spec.shape) if spec.init == "ones" else rng.normal(0, 0.08, spec.shape)
+        return jnp.asarray(values, jnp.float32)
+
+    params = {name: draw(spec) for name, spec in param_specs(model).items()}
+    spec = KVCacheSpec(2, 2, 16, limits.block_size, jnp.dtype(jnp.float32))
+    runner = ModelRunner(lambda traced: bind(model, traced), params, RunnerConfig(limits, policy, spec))
+    runner.initialize_kv_cache(num_blocks)
+    return runner

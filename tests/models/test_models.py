@@ -1,0 +1,88 @@
+"""What holds for every model without its weights: dtypes, names, where the weights lie on a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvllm.attention_metadata import AttentionMetadata
+from jaxvllm.layers.parameter import bind, param_specs
+from jaxvllm.layers.rope import inverse_frequencies
+from jaxvllm.model_config import ModelConfig
+from jaxvllm.models.registry import MODELS, get_model_class
+from jaxvllm.rope_config import RopeConfig
+
+T, R = 13, 3
+
+
+def config_of(architecture: str, **changes) -> ModelConfig:
+    hf = {
+        "architectures": [architecture],
+        "vocab_size": 131,
+        "hidden_size": 42,
+        "intermediate_size": 58,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "max_position_embeddings": 64,
+        "dtype": "bfloat16",
+        "sliding_window": 7,
+    }
+    return ModelConfig.from_hf({**hf, **changes})
+
+
+def metadata() -> AttentionMetadata:
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    arrays = (ints(T), ints(R, 5), ints(R), ints(R + 1), ints(), ints(), ints())
+    return AttentionMetadata(*arrays, kind="mixed", backend="reference")
+
+
+@pytest.mark.parametrize("unroll_layers", [False, True])
+@pytest.mark.parametrize("architecture", MODELS)
+def test_activations_and_cache_keep_the_dtype_of_the_weights_and_logits_are_float32(architecture, unroll_layers):
+    config = config_of(architecture)
+    model = get_model_class(architecture)(config, unroll_layers=unroll_layers)
+
+    def forward(params, ids, kv_cache, metadata):
+        bound = bind(model, params)
+        hidden, kv_cache = bound(ids, ids, kv_cache, metadata)
+        return hidden, kv_cache, bound.compute_logits(hidden[:R])
+
+    params = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in param_specs(model).items()}
+    cache = jax.ShapeDtypeStruct((3, 11, 2, config.num_kv_heads, 16, 10), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((T,), jnp.int32)
+    hidden, new_cache, logits = jax.eval_shape(forward, params, ids, cache, metadata())
+    assert (hidden.shape, hidden.dtype) == ((T, 42), jnp.bfloat16)
+    assert (new_cache.shape, new_cache.dtype) == (cache.shape, cache.dtype)
+    assert (logits.shape, logits.dtype) == ((R, 131), jnp.float32)
+
+
+def test_an_unknown_architecture_lists_what_is_supported():
+    with pytest.raises(ValueError, match=r"'BertModel' is not supported; supported are .*LlamaForCausalLM"):
+        get_model_class("BertModel")
+
+
+def test_an_unknown_activation_is_an_error_when_the_model_is_built():
+    with pytest.raises(ValueError, match="hidden_act 'swish2' is not supported"):
+        get_model_class("LlamaForCausalLM")(config_of("LlamaForCausalLM", hidden_act="swish2"))
+
+
+def test_a_dimension_that_the_mesh_does_not_divide_is_kept_whole():
+    mesh = jax.sharding.AbstractMesh((2,), ("tp",))
+    specs = param_specs(get_model_class("LlamaForCausalLM")(config_of("LlamaForCausalLM")))
+    parts = {name: tuple(spec.sharding(mesh).spec) for name, spec in specs.items()}
+    assert parts["embed_tokens.weight"] == (None, None)  # 131 rows
+    assert parts["layers.self_attn.qkv_proj.weight"] == (None, None, "tp", None, None)
+    assert parts["layers.self_attn.o_proj.weight"] == (None, "tp", None, None)
+    assert parts["layers.mlp.gate_up_proj.weight"] == (None, None, None, "tp")
+    assert parts["layers.mlp.down_proj.weight"] == (None, "tp", None)
+
+
+def test_rope_divisors_of_gguf_files_divide_the_frequencies():
+    divisors = (1.0, 2.0, 3.0, 5.0, 7.0)
+    plain, _ = inverse_frequencies(RopeConfig(theta=500.0), 10)
+    divided, _ = inverse_frequencies(RopeConfig(theta=500.0, frequency_divisors=divisors), 10)
+    np.testing.assert_allclose(divided * np.array(divisors), plain, rtol=1e-6)

@@ -1,0 +1,72 @@
+"""Options that families share: biases, tied heads, kinds of rope, OPT's and Phi's variants, unrolled layers."""
+
+import numpy as np
+import pytest
+
+from tests.parity.tiny_models import tiny_model
+
+TOLERANCE = 1e-4
+PROMPT = np.random.default_rng(12).integers(3, 131, 37).tolist()
+
+
+def rope(kind: str, **parameters) -> frozenset:
+    return frozenset({"rope_type": kind, "rope_theta": 10000.0, **parameters}.items())
+
+
+LLAMA3 = rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+    rope_theta=50.0,
+)
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+NARROW_OPT = {"ffn_dim": 58, "word_embed_proj_dim": 30, "head_dim": None, "num_key_value_heads": None}
+
+VARIANTS = {
+    "tied head": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "all biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "linear rope": ("LlamaConfig", {"rope_parameters": rope("linear", factor=3.0)}),
+    "llama3 rope": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "yarn rope": ("LlamaConfig", {"rope_parameters": rope("yarn", **YARN, rope_theta=500.0)}),
+    "yarn rope, own factor": (
+        "Qwen3Config",
+        {"rope_parameters": rope("yarn", **YARN, attention_factor=1.3, beta_fast=9.0)},
+    ),
+    "yarn rope, mscale": ("LlamaConfig", {"rope_parameters": rope("yarn", **YARN, mscale=0.7, mscale_all_dim=1.2)}),
+    "one kv head": ("LlamaConfig", {"num_key_value_heads": 1}),
+    "no shared kv heads": ("LlamaConfig", {"num_key_value_heads": 6}),
+    "one layer": ("LlamaConfig", {"num_hidden_layers": 1}),
+    "windows in the last layers": (
+        "Qwen2Config",
+        {"hidden_size": 48, "head_dim": None, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+    ),
+    "no window": ("MistralConfig", {"sliding_window": None}),
+    "part of the head rotates": ("Phi3Config", {"hidden_size": 60, "head_dim": None, "partial_rotary_factor": 0.6}),
+    "no soft caps": ("Gemma2Config", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "norm after, narrow embedding": ("OPTConfig", {**NARROW_OPT, "do_layer_norm_before": False}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prefill_and_decode(variant):
+    config_class, changes = VARIANTS[variant]
+    tiny = tiny_model(config_class, **changes)
+    driver = tiny.driver()
+    sequence = driver.add(PROMPT)
+    logits = [*driver.step([(sequence, 31)]), *(driver.step([(sequence, 1)])[0] for _ in PROMPT[31:])]
+    np.testing.assert_allclose(np.concatenate(logits), tiny.expected_logits(PROMPT), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes"),
+    [("LlamaConfig", {}), ("Gemma3TextConfig", {"sliding_window": 11, "sliding_window_pattern": 2})],
+)
+def test_unrolled_layers_equal_scanned_ones(config_class, changes):
+    logits = []
+    for unroll_layers in (False, True):
+        driver = tiny_model(config_class, unroll_layers=unroll_layers, **changes).driver()
+        sequence = driver.add(PROMPT)
+        logits.append(np.concatenate([driver.step([(sequence, 30)])[0], driver.prefill(sequence, chunk=1)]))
+    np.testing.assert_allclose(logits[0], logits[1], atol=1e-5, rtol=1e-5)

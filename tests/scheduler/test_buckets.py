@@ -1,0 +1,91 @@
+import pytest
+
+from scheduler.buckets import (
+    BucketKey,
+    BucketPolicy,
+    StepShape,
+    explicit,
+    linear,
+    load_policy,
+    one_shape,
+    powers_of_two,
+)
+
+LIMITS = [(1, 1), (16, 512), (7, 100), (256, 16384), (1024, 16384)]
+
+
+def all_policies(seqs: int, tokens: int) -> list[BucketPolicy]:
+    explicit_policy = explicit(seqs, tokens, [1, seqs], [min(37, tokens), tokens])
+    return [powers_of_two(seqs, tokens), linear(seqs, tokens), explicit_policy, one_shape(seqs, tokens)]
+
+
+@pytest.mark.parametrize(("seqs", "tokens"), LIMITS)
+def test_every_legal_step_gets_the_smallest_bucket_that_holds_it(seqs, tokens):
+    for policy in all_policies(seqs, tokens):
+        keys = policy.keys()
+        assert len(set(keys)) == len(keys)
+        for num_tokens in sorted({1, 2, 3, 15, 17, 129, 600, 5000, seqs, tokens - 1, tokens} - {0}):
+            if num_tokens > tokens:
+                continue
+            for num_reqs in {1, min(num_tokens, seqs), min(num_tokens, seqs, 33)}:
+                key = policy.select("mixed", num_tokens, num_reqs)
+                assert key in keys and num_tokens <= key.T and num_reqs <= key.R and key.R <= key.T
+                fitting = [k for k in keys if k.kind == "mixed" and num_tokens <= k.T and num_reqs <= k.R]
+                assert key == min(fitting)
+            if num_tokens <= seqs:
+                key = policy.select("decode", num_tokens, num_tokens)
+                assert key in keys and num_tokens <= key.T and (key.kind == "mixed" or key.R == key.T)
+
+
+@pytest.mark.parametrize("seqs", [256, 512, 1024])
+def test_default_policies_need_at_most_24_programs_on_a_gpu_and_few_on_a_cpu(seqs):
+    assert len(powers_of_two(seqs, 16384).keys()) <= 24
+    assert len(linear(seqs, 16384).keys()) <= 24
+    assert len(one_shape(seqs, 16384).keys()) == 1
+    assert len(powers_of_two(16, 512).keys()) == 11
+
+
+def test_a_step_above_the_limits_is_refused():
+    policy = powers_of_two(16, 512)
+    with pytest.raises(ValueError, match="513 tokens"):
+        policy.select("mixed", 513, 1)
+    with pytest.raises(ValueError, match="17 requests"):
+        policy.select("mixed", 100, 17)
+
+
+def test_sizes_that_do_not_cover_the_limits_are_refused():
+    with pytest.raises(ValueError, match="max_num_batched_tokens=512"):
+        explicit(16, 512, [16], [64, 256])
+    with pytest.raises(ValueError, match="max_num_seqs=16"):
+        explicit(16, 512, [8], [512])
+    with pytest.raises(ValueError, match="min\\(T, max_num_seqs\\)=16"):
+        BucketPolicy("hand", 16, 512, (16,), ((512, 4),))
+    with pytest.raises(ValueError, match="ascending"):
+        BucketPolicy("hand", 16, 512, (16, 4), ((512, 16),))
+
+
+def test_padding_waste_counts_pads_over_what_is_computed():
+    policy = explicit(8, 64, [4, 8], [32, 64])
+    steps = [StepShape("decode", 3, 3), StepShape("decode", 8, 8), StepShape("mixed", 33, 5)]
+    waste = policy.padding_waste(steps)
+    assert waste.tokens == pytest.approx(1 - (3 + 8 + 33) / (4 + 8 + 64))
+    assert waste.rows == pytest.approx(1 - (3 + 8 + 5) / (4 + 8 + 8))
+    assert policy.padding_waste([]) == (0.0, 0.0)
+
+
+def test_a_policy_survives_its_file_and_a_broken_file_is_named(tmp_path):
+    policy = powers_of_two(24, 700)
+    policy.save(tmp_path / "tuned.json")
+    assert load_policy(tmp_path / "tuned.json") == policy
+    (tmp_path / "broken.json").write_text('{"name": "x"}')
+    with pytest.raises(ValueError, match=r"broken\.json"):
+        load_policy(tmp_path / "broken.json")
+
+
+def test_keys_come_in_a_fixed_order_largest_first():
+    assert explicit(4, 16, [1, 4], [8, 16]).keys() == [
+        BucketKey("mixed", 16, 4),
+        BucketKey("mixed", 8, 4),
+        BucketKey("decode", 4, 4),
+        BucketKey("decode", 1, 1),
+    ]

@@ -1,0 +1,77 @@
+"""The cost of a steady decode step, in what no machine changes; scripts/bench_scheduler.py takes the times."""
+
+import gc
+import sys
+
+import pytest
+
+from scheduler.config import CacheConfig, SchedulerConfig
+from scheduler.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from scheduler.scheduler import Scheduler, make_scheduler
+from tests.scheduler.requests_for_tests import make_request
+
+
+class SteadyDecode:
+    """num_running requests that only decode; block boundaries are spread evenly over the steps."""
+
+    def __init__(self, num_running: int, async_scheduling: bool) -> None:
+        config = SchedulerConfig(
+            max_num_seqs=num_running, max_num_batched_tokens=32 * num_running, async_scheduling=async_scheduling
+        )
+        self.scheduler: Scheduler = make_scheduler(config, CacheConfig(16, 20 * num_running))
+        for index in range(num_running):
+            self.scheduler.add_request(make_request(f"r{index}", 1 + index % 16, max_tokens=200, eos=2))
+        self.depth = 2 if async_scheduling else 1
+        self.in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
+        for _ in range(3):
+            self.step()
+
+    def step(self) -> tuple[SchedulerOutput, EngineCoreOutputs | None]:
+        output = self.scheduler.schedule()
+        self.in_flight.append((output, ModelRunnerOutput(dict.fromkeys(output.num_scheduled_tokens, 1000))))
+        full = len(self.in_flight) == self.depth
+        return output, self.scheduler.update_from_output(*self.in_flight.pop(0)) if full else None
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_steady_decode_creates_no_tracked_object_per_request(async_scheduling: bool):
+    num_running = 320
+    decode = SteadyDecode(num_running, async_scheduling)
+    gc.collect()
+    gc.disable()
+    try:
+        kept = []
+        before = gc.get_count()[0]
+        for _ in range(16):
+            kept.append(decode.step())
+        created = gc.get_count()[0] - before
+    finally:
+        gc.enable()
+    blocks = num_running  # each request gets one block in 16 steps, reported as a list
+    assert created <= blocks + 16 * 30, f"{created} objects in 16 steps of {num_running} requests"
+
+
+def count_calls(num_running: int, async_scheduling: bool) -> int:
+    """Calls of Python and C functions in 16 steps."""
+    decode = SteadyDecode(num_running, async_scheduling)
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        for _ in range(16):
+            decode.step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_work_of_a_steady_decode_step_is_small_and_linear(async_scheduling: bool):
+    few, many = count_calls(100, async_scheduling), count_calls(500, async_scheduling)
+    per_request = (many - few) / 400 / 16
+    assert per_request <= 15
+    assert few <= 100 * 16 * per_request + 16 * 100
