@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 HOPPER = "9.0"
 
 
-def choose_backend(requested: str | None, device: jax.Device, config: ModelConfig, limits: BatchLimits) -> Backend:
+def choose_backend(requested: str | None, device: jax.Device, config: ModelConfig, limits: BatchLimits) -> Backend:  # pyright: ignore[reportInvalidTypeForm]
     """The backend for a model on a device: the Mosaic GPU kernels where they can serve it, else the XLA reference.
 
     Args:

@@ -65,7 +65,7 @@ class CompileCache:
         keys depend on the order. Compiling runs in threads beside it.
         """
         self._is_warm = True
-        missing = [key for key in dict.fromkeys(keys) if key not in self._programs]
+        missing: list[ProgramKey] = [key for key in keys if key not in self._programs]
         with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
             futures = []
             for key in missing:

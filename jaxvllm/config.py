@@ -90,6 +90,13 @@ class EngineConfig:
             wanted["XLA_CLIENT_MEM_FRACTION"] = f"{self.memory.gpu_memory_utilization:.4f}"
         return {name: value for name, value in wanted.items() if name not in os.environ}
 
+    def core_process_environment(self, package_root: str | None) -> dict[str, str]:
+        """The whole environment of the core's process; package_root is put in front of its import path."""
+        environment = os.environ | self.core_environment()
+        if package_root is not None:
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+        return environment
+
     def apply_core_environment(self, environ: MutableMapping[str, str] = os.environ) -> None:
         """For an engine in this process: set the variables here. Has no effect if a JAX backend runs already."""
         environ.update(self.core_environment())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.core_messages import EngineCoreInfo, EngineCoreRequest
+from jaxvllm.core_messages import CoreMetrics, EngineCoreInfo, EngineCoreRequest
 from scheduler.config import CacheConfig
 from scheduler.outputs import EngineCoreOutputs, FinishedRequest, ModelRunnerOutput, SchedulerOutput
 from scheduler.request import Request, RequestStatus
@@ -125,9 +125,9 @@ class EngineCore:
         """Forget all cached prefixes; False, and nothing happens, while requests hold blocks."""
         return self._scheduler.reset_prefix_cache()
 
-    def metrics(self) -> dict[str, float]:
-        """Counters and gauges of the device side."""
-        return self._executor.metrics()
+    def metrics(self) -> CoreMetrics:
+        """The state now, in numbers."""
+        return CoreMetrics(self._scheduler.make_stats(), self._executor.metrics())
 
     def shutdown(self) -> None:
         """Drop what is in flight and free the device."""

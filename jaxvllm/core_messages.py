@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxvllm.config import EngineConfig
+from scheduler.outputs import SchedulerStats
 from scheduler.sampling_params import SamplingParams
 
 # A message is one frame, so that an interrupt cannot tear it: one of these bytes, then the msgpack of what is named.
@@ -49,6 +50,14 @@ class EngineCoreInfo:
     def num_kv_tokens(self) -> int:
         """How many tokens the KV pool holds."""
         return (self.num_blocks - 1) * self.block_size
+
+
+@dataclass(slots=True)
+class CoreMetrics:
+    """The state of a core now: its scheduler, and its device side's counters and gauges by name."""
+
+    scheduler: SchedulerStats
+    device: dict[str, float]
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from jaxvllm.attention_backend import choose_backend
 from jaxvllm.config import EngineConfig
 from jaxvllm.kv_cache import KVCacheSpec, free_device_bytes, num_blocks_that_fit
-from jaxvllm.layers.parameter import ParamSpec, bind, param_specs
+from jaxvllm.layers.parameter import ParamSpec, bind, param_specs, unstack_small
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.model_runner import ModelRunner, RunnerConfig, StepHandle
 from jaxvllm.model_source import ModelSource, resolve
@@ -68,10 +68,11 @@ class DeviceExecutor:
             dtype=jnp.dtype(model_config.dtype),
         )
         model = get_model_class(model_config.architecture)(model_config)
-        params = _load(config, source, param_specs(model))
+        specs = param_specs(model)
+        params = _load(config, source, specs)
         runner = ModelRunner(
             lambda traced: bind(model, traced),  # pyright: ignore[reportArgumentType]
-            params,
+            unstack_small(params, specs) if device.platform == "gpu" else params,
             RunnerConfig(limits, policy, spec, model_config.num_heads, backend),
         )
         num_blocks = _num_blocks(config, runner, device)

@@ -189,11 +189,13 @@ class InputProcessor:
                 f"stop_token_ids and the model's {len(self._model.extra_eos_token_ids)} end-of-turn ids make "
                 f"{len(stop_ids)}; at most {MAX_STOP_TOKEN_IDS} are allowed."
             )
-        seed = self._seeds.getrandbits(_SEED_BITS) if params.seed is None else params.seed + index
+        seed = self._seeds.getrandbits(_SEED_BITS) if params.seed is None else (params.seed + index) % 2**64
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = self._info.max_model_len - num_prompt_tokens
         complete = copy.copy(params)
+        if params.top_k >= self._model.vocab_size:
+            complete.top_k = 0  # off: it would choose among all, and need not fit the plan's int32
         complete.n, complete.seed, complete.max_tokens, complete.stop_token_ids = 1, seed, max_tokens, list(stop_ids)
         return complete
 

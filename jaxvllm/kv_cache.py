@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
 
 from scheduler.batch import BatchLimits
 
@@ -24,24 +26,24 @@ class KVCacheSpec:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    dtype: jnp.dtype
+    dtype: np.dtype
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         values = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
-        return values * jnp.dtype(self.dtype).itemsize
+        return values * self.dtype.itemsize
 
     def shape(self, num_blocks: int) -> tuple[int, ...]:
         """Shape of a pool of num_blocks."""
         return (self.num_layers, num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
-    def allocate(self, num_blocks: int, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
+    def allocate(self, num_blocks: int, sharding: Sharding | None = None) -> jax.Array:
         """A pool of zeros, made on the device."""
         return jnp.zeros(self.shape(num_blocks), self.dtype, device=sharding)
 
 
-def free_device_bytes(device: jax.Device) -> int | None:
+def free_device_bytes(device: jax.Device) -> int | None:  # pyright: ignore[reportInvalidTypeForm]
     """Bytes of the device's memory pool that nothing holds yet; None where the backend does not say (CPU).
 
     The pool's limit is the share of the card that JAX was started with.

@@ -22,6 +22,7 @@ from scheduler.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 10.0
+MAX_PRIORITY = 2**31 - 1
 
 
 class LLMEngine:
@@ -100,6 +101,8 @@ class LLMEngine:
         """Tokenise and validate a request without queueing it; arguments and errors as in add_request."""
         if not isinstance(request_id, str):
             raise ValueError(f"request_id={request_id!r} must be a string.")
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+            raise ValueError(f"priority={priority!r} must be an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}].")
         if priority != 0 and self.config.scheduler.policy != "priority":
             raise ValueError(
                 f"priority={priority} has no meaning with scheduling_policy={self.config.scheduler.policy!r}: "
@@ -169,7 +172,9 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """What the engine has done so far."""
-        return self._stats.to_metrics(self._client.metrics())
+        core = self._client.metrics()
+        self._stats.scheduler = core.scheduler
+        return self._stats.to_metrics(core.device)
 
     def shutdown(self) -> None:
         """End the core and free the device; may be called again."""

@@ -1,6 +1,7 @@
 """Owns what lives on the device (weights, KV pool, rows) and runs one compiled program per step."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class RunnerConfig:
       num_heads: query heads of the model; the attention kernels' work is cut by them.
       backend: of the attention ops.
       strict_compile: a compile after warm-up is an error.
-      num_compile_threads: used by warm_up.
+      num_compile_threads: used by warm_up, at most one a CPU.
     """
 
     limits: BatchLimits
@@ -93,7 +94,7 @@ class ModelRunner:
         self._num_blocks = 0
         self.kv_cache: jax.Array | None = None
         self.device_state: DeviceState | None = None
-        self._compiler_options = compiler_options(next(iter(params.values())).devices().pop().platform)
+        self._compiler_options = compiler_options(jax.tree.leaves(params)[0].devices().pop().platform)
         self.programs = CompileCache(self._lower, self._compiler_options, config.strict_compile)
 
     def workspace_bytes(self) -> int:
@@ -119,7 +120,8 @@ class ModelRunner:
 
     def warm_up(self) -> Iterator[ProgramKey]:
         """Compile all programs ahead, giving each key when it is ready. Without it they compile at first use."""
-        return self.programs.compile_all(self.program_keys(), self.config.num_compile_threads)
+        num_threads = min(self.config.num_compile_threads, os.cpu_count() or 1)
+        return self.programs.compile_all(self.program_keys(), num_threads)
 
     def execute(self, plan: StepPlan) -> StepHandle:
         """Dispatch a step and return at once; plans must come in the order in which they were built."""
@@ -142,7 +144,7 @@ class ModelRunner:
     def _lower_step(self, key: BucketKey, num_blocks: int) -> jax.stages.Lowered:
         config = self.config
         layout = PlanLayout.make(key, config.limits)
-        params = {name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding) for name, p in self._params.items()}
+        params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), self._params)
         kv_cache = jax.ShapeDtypeStruct(config.kv_cache.shape(num_blocks), config.kv_cache.dtype)
         buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         step = make_step(self._bind, key, layout, config.backend, config.num_heads)

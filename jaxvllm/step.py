@@ -1,6 +1,6 @@
 """The one program of a step: unpack, update the rows, forward, logits of R rows, sample, remember the tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -8,12 +8,13 @@ import jax.numpy as jnp
 
 from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.device_state import DeviceState
+from jaxvllm.layers.parameter import Weight
 from jaxvllm.sampling import SamplingRows, sample
 from pallas_kernels import Backend
 from scheduler.buckets import BucketKey
 from scheduler.plan import HEADER, PlanLayout
 
-Params = dict[str, jax.Array]
+Params = Mapping[str, Weight]
 
 
 class Model(Protocol):
@@ -76,10 +77,12 @@ def compute_step_logits(
     backend: Backend,
     num_heads: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Forward pass of a step whose changes are in device_state: f32[R, V] logits of each row's last token, and the cache.
+    """Forward pass of a step whose changes are in device_state already.
 
     Args:
       plan: the unpacked buffer.
+
+    Returns: f32[R, V] logits of each row's last token, and the cache.
     """
     num_kv_heads, block_size = kv_cache.shape[3:5]
     metadata = _attention_metadata(plan, device_state, key, backend)

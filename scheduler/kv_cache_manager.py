@@ -130,7 +130,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def _extend_hashes(self, request: Request) -> None:
-        extend_block_hashes(request.block_hashes, request.all_token_ids, self.block_size, request.root_digest)
+        extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, request.root_digest)
 
     def _set_ready_tokens(self, request: Request) -> None:
         num_ready = len(request.block_ids) * self.block_size

@@ -1,5 +1,7 @@
 """A request as the scheduler sees it: its tokens, how far they are computed, and the blocks that hold them."""
 
+from array import array
+from collections.abc import Sequence
 from enum import IntEnum
 
 from scheduler.block_hash import root_digest
@@ -40,8 +42,8 @@ class Request:
     """State of one request. The scheduler moves it on; the KV manager owns the four block fields.
 
     Attributes:
-      all_token_ids: prompt and outputs; grows by append_token only.
-      num_tokens: len(all_token_ids), kept as a number because every step reads it.
+      token_ids: prompt and outputs as int32, an eighth of a list's memory; grows by append_token only.
+      num_tokens: len(token_ids), kept as a number because every step reads it.
       max_num_tokens: tokens at which the request ends with "length"; set when it is added to a scheduler.
       num_computed_tokens: tokens whose keys and values exist once every dispatched step has run.
       num_output_placeholders: tokens sampled by steps in flight, not known here yet (async scheduling).
@@ -54,11 +56,10 @@ class Request:
       num_ready_tokens: it may grow to so many tokens with nothing to do for the KV manager.
 
     Raises:
-      ValueError: the prompt or the cache salt is empty.
+      ValueError: the prompt or the cache salt is empty, or an id is outside int32.
     """
 
     __slots__ = (
-        "all_token_ids",
         "arrival_time",
         "block_hashes",
         "block_ids",
@@ -81,12 +82,13 @@ class Request:
         "status",
         "stop_reason",
         "stop_tokens",
+        "token_ids",
     )
 
     def __init__(
         self,
         request_id: str,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams,
         *,
         eos_token_id: int | None = None,
@@ -94,7 +96,7 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        if not prompt_token_ids:
+        if len(prompt_token_ids) == 0:
             raise ValueError(f"The prompt of request {request_id!r} is empty; give at least 1 token.")
         if cache_salt == "":
             raise ValueError(f"cache_salt='' of request {request_id!r} must not be empty; None means no salt.")
@@ -111,7 +113,7 @@ class Request:
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
-        self.all_token_ids = list(prompt_token_ids)
+        self.token_ids = _as_int32(request_id, prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
         self.max_num_tokens = 0
@@ -128,7 +130,7 @@ class Request:
 
     def append_token(self, token_id: int) -> None:
         """Add one output token."""
-        self.all_token_ids.append(token_id)
+        self.token_ids.append(token_id)
         self.num_tokens += 1
 
     @property
@@ -137,14 +139,19 @@ class Request:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
+    def all_token_ids(self) -> list[int]:
+        """A copy of prompt and outputs."""
+        return self.token_ids.tolist()
+
+    @property
     def prompt_token_ids(self) -> list[int]:
         """A copy of the prompt."""
-        return self.all_token_ids[: self.num_prompt_tokens]
+        return self.token_ids[: self.num_prompt_tokens].tolist()
 
     @property
     def output_token_ids(self) -> list[int]:
         """A copy of the outputs."""
-        return self.all_token_ids[self.num_prompt_tokens :]
+        return self.token_ids[self.num_prompt_tokens :].tolist()
 
     @property
     def is_finished(self) -> bool:
@@ -169,3 +176,12 @@ class Request:
             f"Request({self.request_id!r}, {self.status.name}, tokens={self.num_tokens}, "
             f"computed={self.num_computed_tokens}, blocks={len(self.block_ids)})"
         )
+
+
+def _as_int32(request_id: str, token_ids: Sequence[int]) -> "array[int]":
+    try:
+        return array("i", token_ids)
+    except OverflowError as error:
+        raise ValueError(
+            f"The prompt of request {request_id!r} holds an id outside int32; token ids are below the vocabulary size."
+        ) from error

@@ -6,6 +6,7 @@ from enum import IntEnum
 from typing import Any
 
 MAX_N = 16384
+SEED_RANGE = (-(2**63), 2**64 - 1)
 MAX_STOP_TOKEN_IDS = 128
 GREEDY_TEMPERATURE = 1e-5  # below: greedy
 MIN_TEMPERATURE = 1e-2  # between the two: raised to this, or float32 logits overflow
@@ -99,9 +100,10 @@ class SamplingParams:
             "presence_penalty": (-2.0, 2.0),
             "frequency_penalty": (-2.0, 2.0),
             "min_p": (0.0, 1.0),
+            "seed": SEED_RANGE,
         }
         for name, (low, high) in ranges.items():
-            if not low <= getattr(self, name) <= high:
+            if getattr(self, name) is not None and not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [{low}, {high}].")
         if self.repetition_penalty <= 0:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0.")
@@ -121,7 +123,7 @@ class SamplingParams:
             raise ValueError(f"n={self.n} must be 1 for greedy sampling (temperature={self.temperature}).")
 
     def _normalise(self) -> None:
-        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        stops = [self.stop] if isinstance(self.stop, str) else _as_list("stop", self.stop)
         if not all(isinstance(s, str) for s in stops):
             raise ValueError(f"stop={self.stop!r} must be a string or a list of strings.")
         if "" in stops:
@@ -129,7 +131,7 @@ class SamplingParams:
         if stops and not self.detokenize:
             raise ValueError(f"stop={self.stop!r} needs detokenize=True: stop strings are found in the text.")
         self.stop = stops
-        ids = list(self.stop_token_ids or ())
+        ids = _as_list("stop_token_ids", self.stop_token_ids)
         if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
             raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of integers.")
         if len(ids) > MAX_STOP_TOKEN_IDS:
@@ -156,3 +158,10 @@ class SamplingParams:
         return {
             f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)
         }
+
+
+def _as_list(name: str, value: Any) -> list[Any]:
+    """A list out of a list-like value; None is the empty one."""
+    if value is not None and not isinstance(value, list | tuple | set | frozenset):
+        raise ValueError(f"{name}={value!r} must be a list.")
+    return list(value or ())

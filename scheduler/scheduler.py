@@ -10,37 +10,17 @@ Meaning follows vLLM 0.22 (vllm/v1/core/sched/scheduler.py), but for the hazards
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.intake import admit_lengths
 from scheduler.kv_cache_manager import KVCacheManager
-from scheduler.outputs import (
-    CachedRequestData,
-    EngineCoreOutputs,
-    FinishedRequest,
-    ModelRunnerOutput,
-    NewRequestData,
-    SchedulerOutput,
-    SchedulerStats,
-)
+from scheduler.outputs import EngineCoreOutputs, FinishedRequest, ModelRunnerOutput, SchedulerOutput, SchedulerStats
 from scheduler.request import Request, RequestStatus
 from scheduler.request_queue import make_request_queue
+from scheduler.step_builder import StepBuilder
 from scheduler.stop import check_stop
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step while it is built. num_scheduled and new_block_ids are keyed by request id; the lists keep the order."""
-
-    budget: int
-    num_scheduled: dict[str, int] = field(default_factory=dict)
-    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
-    running: list[Request] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
 
 
 class Scheduler:
@@ -99,16 +79,21 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step; its tokens count as computed from now on."""
-        step = _Step(budget=self.config.max_num_batched_tokens)
+        step = StepBuilder(budget=self.config.max_num_batched_tokens)
         self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step)
         assert step.budget >= 0 and len(self.running) <= self.config.max_num_seqs
-        output = self._make_output(step)
-        self._advance(step.running, output.num_scheduled_tokens)
+        output = step.describe()
+        output.finished_request_ids, self._finished_ids = self._finished_ids, set()
+        if self.running:
+            output.num_common_prefix_blocks = self.kv.num_common_prefix_blocks(self.running[0])
+        self._advance(step.scheduled, output.num_scheduled_tokens)
+        for request in step.admitted:
+            request.status = RequestStatus.RUNNING
         return output
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _schedule_running(self, step: StepBuilder) -> None:
         running = self.running
         threshold = self.config.long_prefill_token_threshold
         index = 0
@@ -134,7 +119,7 @@ class Scheduler:
                 if new_block_ids:
                     step.new_block_ids[request.request_id] = new_block_ids
             step.num_scheduled[request.request_id] = num_new
-            step.running.append(request)
+            step.scheduled.append(request)
             step.budget -= num_new
 
     def _choose_victim(self) -> int:
@@ -145,13 +130,9 @@ class Scheduler:
         # can then pre-empt each other for ever.
         return max(range(len(self.running)), key=lambda index: self.running[index].sort_key)
 
-    def _preempt(self, victim: Request, step: _Step) -> None:
+    def _preempt(self, victim: Request, step: StepBuilder) -> None:
         """Take everything back from a request that has left the running list, also its part of this step."""
-        num_scheduled = step.num_scheduled.pop(victim.request_id, None)
-        if num_scheduled is not None:
-            step.budget += num_scheduled
-            step.running.remove(victim)
-            step.new_block_ids.pop(victim.request_id, None)
+        if step.undo(victim):
             self.kv.undo_publish(victim)  # vLLM keeps these hashes, and a resume hits blocks nobody computed
         self.kv.free(victim)
         victim.status = RequestStatus.PREEMPTED
@@ -162,7 +143,7 @@ class Scheduler:
         self.waiting.put_back(victim)
         step.preempted.append(victim)
 
-    def _schedule_waiting(self, step: _Step) -> None:
+    def _schedule_waiting(self, step: StepBuilder) -> None:
         config = self.config
         while self.waiting and step.budget > 0 and len(self.running) < config.max_num_seqs:
             request = self.waiting.peek()
@@ -183,6 +164,7 @@ class Scheduler:
             self.waiting.pop()
             self._admit(request, num_hit)
             step.num_scheduled[request.request_id] = num_new
+            step.scheduled.append(request)
             step.admitted.append(request)
             step.budget -= num_new
 
@@ -195,48 +177,6 @@ class Scheduler:
             self._num_hit_tokens += num_hit
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_hit
-
-    def _make_output(self, step: _Step) -> SchedulerOutput:
-        """Describe the step as it stands before its tokens count as computed; admitted requests become RUNNING."""
-        new = [request for request in step.admitted if request.status is RequestStatus.WAITING]
-        resumed = [request for request in step.admitted if request.status is RequestStatus.PREEMPTED]
-        known = step.running + resumed
-        for request in resumed:
-            step.new_block_ids[request.request_id] = request.block_ids.copy()
-        step.running += step.admitted
-        for request in step.admitted:
-            request.status = RequestStatus.RUNNING
-        finished_ids, self._finished_ids = self._finished_ids, set()
-        request_ids = [request.request_id for request in known]
-        return SchedulerOutput(
-            scheduled_new_requests=[
-                NewRequestData(
-                    request.request_id,
-                    request.prompt_token_ids,
-                    request.sampling_params,
-                    request.block_ids.copy(),
-                    request.num_computed_tokens,
-                    request.eos_token_id,
-                )
-                for request in new
-            ],
-            scheduled_cached_requests=CachedRequestData(
-                request_ids=request_ids,
-                new_block_ids=list(map(step.new_block_ids.get, request_ids)),
-                num_computed_tokens=[request.num_computed_tokens for request in known],
-                num_output_tokens=[
-                    request.num_tokens + request.num_output_placeholders - request.num_prompt_tokens
-                    for request in known
-                ],
-                resumed_request_ids={request.request_id for request in resumed},
-                all_token_ids={request.request_id: request.all_token_ids.copy() for request in resumed},
-            ),
-            num_scheduled_tokens=step.num_scheduled,
-            total_num_scheduled_tokens=self.config.max_num_batched_tokens - step.budget,
-            num_common_prefix_blocks=self.kv.num_common_prefix_blocks(self.running[0]) if self.running else 0,
-            finished_request_ids=finished_ids,
-            preempted_request_ids={request.request_id for request in step.preempted},
-        )
 
     def _advance(self, scheduled: list[Request], num_scheduled_tokens: dict[str, int]) -> None:
         """Count the step's tokens as computed; both arguments are in the same order."""

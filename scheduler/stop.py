@@ -10,7 +10,7 @@ def check_stop(request: Request) -> RequestStatus | None:
     """
     params = request.sampling_params
     if request.num_output_tokens >= params.min_tokens:
-        last = request.all_token_ids[-1]
+        last = request.token_ids[-1]
         if last in request.stop_tokens:
             is_eos = last == request.eos_token_id and not params.ignore_eos
             request.stop_reason = None if is_eos else last

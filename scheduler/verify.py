@@ -247,7 +247,7 @@ class CheckedScheduler:
         block_size = self.scheduler.kv.block_size
         for index in range(len(tokens.prefixes) // block_size, len(request.block_hashes)):
             start, end = index * block_size, (index + 1) * block_size
-            for token_id in request.all_token_ids[start:end]:
+            for token_id in request.token_ids[start:end]:
                 tokens.append(token_id)
             self._claims[request.block_hashes[index]] = tokens.prefixes[start:end]
 

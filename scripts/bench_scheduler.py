@@ -2,13 +2,14 @@
 
     python scripts/bench_scheduler.py [--sync] [--json PATH]
 
-Times are CPU times of this machine: compare only figures of one quiet machine.
+Times are CPU times of the thread: compare only figures of one quiet machine.
 """
 
 import argparse
 import json
 import statistics
 import time
+import tracemalloc
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -67,19 +68,19 @@ def measure_decode(num_running: int, async_scheduling: bool) -> tuple[float, flo
     in_flight = []
     spent = [0.0, 0.0, 0.0]
     for step in range(NUM_STEPS + 4):
-        start = time.perf_counter()
+        start = time.thread_time()
         output = scheduler.schedule()
-        scheduled = time.perf_counter()
+        scheduled = time.thread_time()
         planner.build(output)
-        planned = time.perf_counter()
+        planned = time.thread_time()
         sampled = dict.fromkeys(
             output.num_scheduled_tokens, 1000 + step
         )  # what the runner makes of the device's answer
         in_flight.append((output, ModelRunnerOutput(sampled)))
-        before_update = time.perf_counter()
+        before_update = time.thread_time()
         if len(in_flight) == 1 + async_scheduling:
             scheduler.update_from_output(*in_flight.pop(0))
-        end = time.perf_counter()
+        end = time.thread_time()
         if step >= 4:
             for index, seconds in enumerate((scheduled - start, planned - scheduled, end - before_update)):
                 spent[index] += seconds
@@ -98,24 +99,24 @@ def measure_admission(num_requests: int, prompt_length: int, async_scheduling: b
     scheduler, planner = build(MAX_NUM_SEQS, async_scheduling, num_blocks=MAX_NUM_SEQS * 126)
     prompts = [prompt(index, prompt_length) for index in range(num_requests)]
     params = SamplingParams(max_tokens=1, ignore_eos=True)
-    start = time.perf_counter()
+    start = time.thread_time()
     for index in range(num_requests):
         scheduler.add_request(Request(f"request-{index}", prompts[index], params, eos_token_id=2))
-    queued = time.perf_counter()
+    queued = time.thread_time()
     planning = 0.0
     in_flight = []
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
-        before_plan = time.perf_counter()
+        before_plan = time.thread_time()
         planner.build(output)
-        planning += time.perf_counter() - before_plan
+        planning += time.thread_time() - before_plan
         sampled = {
             i: 7 for i in output.num_scheduled_tokens if scheduler.requests[i].num_computed_tokens >= prompt_length
         }
         in_flight.append((output, ModelRunnerOutput(sampled)))
         if len(in_flight) == 1 + async_scheduling or not output.num_scheduled_tokens:
             scheduler.update_from_output(*in_flight.pop(0))
-    end = time.perf_counter()
+    end = time.thread_time()
     scale = 1e6 / num_requests
     return {
         "num_requests": num_requests,
@@ -124,6 +125,19 @@ def measure_admission(num_requests: int, prompt_length: int, async_scheduling: b
         "admit_us": (end - queued - planning) * scale,
         "plan_us": planning * scale,
     }
+
+
+def waiting_bytes(num_requests: int, prompt_length: int) -> float:
+    """Bytes that one more waiting request holds, its prompt included."""
+    scheduler, _ = build(1, True, num_blocks=1000)
+    params = SamplingParams(max_tokens=1)
+    tracemalloc.start()
+    for index in range(num_requests):
+        scheduler.add_request(Request(f"request-{index}", prompt(index, prompt_length), params))
+    scheduler.schedule()
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return size / num_requests
 
 
 def main() -> None:
@@ -146,6 +160,7 @@ def main() -> None:
         f"{args.requests:,} waiting requests of 2,000 tokens, us each: add {admission['add_us']:.1f}, "
         f"schedule and update (hashing included) {admission['admit_us']:.1f}, plan {admission['plan_us']:.1f}"
     )
+    print(f"a waiting request of 2,000 tokens holds {waiting_bytes(500, 2000) / 1024:.1f} KiB")
     if args.json:
         args.json.write_text(json.dumps({"decode": [asdict(cost) for cost in costs], "admission": admission}, indent=1))
 

@@ -39,11 +39,14 @@ class Episode:
         block_size = rng.choice([1, 2, 4, 7])
         num_blocks = rng.randint(4, 24)
         max_num_seqs = rng.randint(1, 6)
+        max_model_len = rng.choice([16, 37, 64])
+        is_chunked = rng.random() < 0.85
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=rng.choice([max_num_seqs, 8, 13, 40]) if max_num_seqs <= 8 else 40,
-            max_model_len=rng.choice([16, 37, 64]),
+            max_num_batched_tokens=rng.choice([max_num_seqs, 8, 13, 40]) if is_chunked else max_model_len,
+            max_model_len=max_model_len,
             policy=rng.choice(["fcfs", "priority"]),
+            enable_chunked_prefill=is_chunked,
             long_prefill_token_threshold=rng.choice([0, 0, 5]),
             reserve_full_isl=rng.random() < 0.3,
             async_scheduling=rng.random() < 0.6,

@@ -159,6 +159,22 @@ def test_hub_id_without_safetensors_downloads_the_pytorch_file(tmp_path, monkeyp
     assert [("pytorch_model*.bin" in options["allow_patterns"]) for _, options in fake.calls] == [False, True]
 
 
+def test_tokenizer_alone_is_fetched_without_weights(tmp_path, monkeypatch):
+    fake = FakeHub(tmp_path / "snapshot", "model.safetensors")
+    monkeypatch.setattr(hub, "snapshot_download", fake)
+    hub.download("org/model", with_weights=False)
+    assert not (tmp_path / "snapshot" / "model.safetensors").exists()
+
+
+def test_full_disk_is_not_taken_for_a_missing_network(monkeypatch):
+    def fail(*args: object, **options: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hub, "snapshot_download", fail)
+    with pytest.raises(OSError, match="No space left on device"):
+        resolve("org/model")
+
+
 def http_error(kind: type[Exception]) -> Exception:
     """Without the response of the HTTP library, which differs between versions."""
     return kind.__new__(kind, "no")

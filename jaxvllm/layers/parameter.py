@@ -1,12 +1,18 @@
 """A weight is declared once: shape, dtype, logical axes, where a checkpoint keeps it, how a dummy is drawn."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+# A weight on the device: all layers stacked, or one array a layer.
+Weight = jax.Array | tuple[jax.Array, ...]
+
+_SMALL_BYTES = 64 * 1024
 
 # Logical axis -> the mesh axis that splits it. Everything else is replicated.
 SHARDING_RULES = {"kv_heads": "tp", "heads": "tp", "ffn": "tp", "vocab": "tp"}
@@ -88,15 +94,35 @@ def param_specs(model: nnx.Module) -> dict[str, ParamSpec]:
     return {".".join(map(str, path)): param.spec for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
-def bind[M: nnx.Module](model: M, params: dict[str, jax.Array]) -> M:
+def unstack_small(params: Mapping[str, jax.Array], specs: Mapping[str, ParamSpec]) -> dict[str, Weight]:
+    """Give each layer its own array of the small stacked parameters (norms, biases); the others stay as they are.
+
+    For unrolled layers on a GPU: a static slice of a small weight is fused into the kernel that uses it, which makes
+    that kernel another one to compile in every layer. Without the slice the layers share it.
+    """
+    return {
+        name: tuple(array)
+        if specs[name].num_layers is not None and array.nbytes // len(array) <= _SMALL_BYTES
+        else array
+        for name, array in params.items()
+    }
+
+
+def bind[M: nnx.Module](model: M, params: Mapping[str, Weight]) -> M:
     """A copy of `model` whose weights are `params`, arrays or tracers: call it where the step is traced.
 
     Args:
       model: as built, without values; not changed.
-      params: one array for every name in param_specs(model).
+      params: for every name in param_specs(model) an array, or a tuple of one a layer (see unstack_small).
 
     Raises: KeyError for a name that is missing.
     """
+
+    def value(path: tuple) -> jax.Array:
+        weight = params[".".join(map(str, path))]
+        # A slice of the stack is the layer's own array again: XLA removes both.
+        return jnp.stack(weight) if isinstance(weight, tuple) else weight
+
     graphdef, state = nnx.split(model, nnx.Param)
-    bound = [(path, param.replace(params[".".join(map(str, path))])) for path, param in nnx.to_flat_state(state)]
+    bound = [(path, param.replace(value(path))) for path, param in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(bound))

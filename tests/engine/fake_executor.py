@@ -82,5 +82,10 @@ def kills_itself_at_start(config: EngineConfig) -> SuccessorExecutor:
     raise AssertionError
 
 
+def sleeps_at_start(config: EngineConfig) -> SuccessorExecutor:
+    time.sleep(60)
+    raise AssertionError
+
+
 def bad_model(config: EngineConfig) -> SuccessorExecutor:
     raise ValueError("tensor 'model.norm.weight' is missing")

@@ -109,6 +109,13 @@ def test_core_that_is_killed_at_the_start_is_heard_of(model_folder):
         make_engine(model_folder, "kills_itself_at_start")
 
 
+def test_error_in_the_front_end_while_the_core_starts_does_not_wait_for_it(model_folder):
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="/no/such/folder"):
+        make_engine(model_folder, "sleeps_at_start", generation_config="/no/such/folder")
+    assert time.monotonic() - start < 5.0
+
+
 def test_shutdown_ends_the_process_and_leaves_no_socket(model_folder):
     engine = make_engine(model_folder, "successor")
     pid = core_pid(engine)
@@ -170,3 +177,13 @@ def test_killed_front_end_leaves_no_orphan(running_script):
     process, pid = running_script
     process.kill()
     assert wait_until_gone(pid, limit_s=2.0)
+
+
+def test_without_pyzmq_an_engine_in_process_works_and_a_core_process_says_what_to_do(model_folder, monkeypatch):
+    monkeypatch.delitem(sys.modules, "jaxvllm.mp_client", raising=False)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    monkeypatch.setitem(sys.modules, "msgspec", None)
+    with make_engine(model_folder, "successor", multiprocess=False) as engine:
+        assert engine.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].token_ids == [6]
+    with pytest.raises(ImportError, match="multiprocess=False"):
+        make_engine(model_folder, "successor")

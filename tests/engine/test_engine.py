@@ -72,7 +72,6 @@ def test_stop_string_cuts_the_text_and_ends_the_request_in_the_core(engine):
     output = run(engine, "0", stop=["4567"], max_tokens=500)
     assert (output.text, output.token_ids, output.finish_reason) == ("123", list(range(49, 56)), "stop")
     assert output.stop_reason == "4567"
-    run(engine, "0", max_tokens=3)
     gauges = {metric.name: metric.value for metric in engine.get_metrics()}
     assert gauges["vllm:num_requests_running"] == 0
     assert run(engine, "0", stop=["4567"], max_tokens=20, include_stop_str_in_output=True).text == "1234567"
@@ -167,6 +166,14 @@ def test_bad_or_unapplied_parameter_is_refused_by_name(engine, params, error, me
     with pytest.raises(error, match=message):
         engine.generate(["A", "B"], [SamplingParams(), SamplingParams(**params)], use_tqdm=False)
     assert not engine.llm_engine.has_unfinished_requests()
+
+
+def test_huge_but_legal_numbers_do_no_harm(engine):
+    params = SamplingParams(top_k=2**40, max_tokens=2**40, seed=2**64 - 1, n=2, stop_token_ids=[70])
+    assert texts(engine.generate("A", params, use_tqdm=False)) == ["BCDE"]
+    for bad in ({"seed": 2**64}, {"stop": 5}, {"stop_token_ids": 5}, {"top_k": 1.5}, {"temperature": float("nan")}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            SamplingParams(**bad)
 
 
 def test_counts_of_params_and_priorities_must_match(engine):

@@ -9,6 +9,11 @@ from jaxvllm.kv_cache import KVCacheSpec, num_blocks_that_fit
 from jaxvllm.model_runner import ModelRunner
 from scheduler.batch import BatchLimits
 from scheduler.buckets import explicit, one_shape
+from scheduler.config import CacheConfig, SchedulerConfig
+from scheduler.plan import Planner
+from scheduler.request import Request
+from scheduler.sampling_params import SamplingParams
+from scheduler.scheduler import make_scheduler
 from tests.engine.toy import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, Loop, make_runner, toy_params
 
 LIMITS = BatchLimits(max_num_seqs=19, max_model_len=96, block_size=4)
@@ -67,6 +72,50 @@ def test_more_admissions_than_a_step_holds_run_first(runner, expected):
     got = run(runner, prompts=prompts)
     assert all(got[request_id] == expected[request_id.split("-")[0]] for request_id in got if "-" in request_id)
     assert "admit" in runner.programs.programs()
+
+
+def serve(runner: ModelRunner, num_blocks: int, is_async: bool, **params) -> tuple[dict[str, list[int]], int]:
+    """All prompts twice through the real scheduler; gives the tokens and the number of pre-emptions."""
+    runner.initialize_kv_cache(300)
+    config = SchedulerConfig(LIMITS.max_num_seqs, 128, LIMITS.max_model_len, async_scheduling=is_async)
+    scheduler = make_scheduler(config, CacheConfig(LIMITS.block_size, num_blocks))
+    planner = Planner(LIMITS, POLICY, seed=0)
+    outputs: dict[str, list[int]] = {}
+    for copy in range(2):
+        for i, (request_id, prompt) in enumerate(PROMPTS.items()):
+            sampling = SamplingParams(max_tokens=9, ignore_eos=True, **{"temperature": 0.0, "seed": i} | params)
+            scheduler.add_request(Request(f"{request_id}-{copy}", prompt, sampling, eos_token_id=0))
+            outputs[f"{request_id}-{copy}"] = []
+    in_flight = []
+    for _ in range(500):
+        output = scheduler.schedule()
+        plan = planner.build(output)
+        if plan is not None:
+            in_flight.append((output, runner.execute(plan)))
+        if in_flight and (plan is None or len(in_flight) == 1 + is_async):
+            output, handle = in_flight.pop(0)
+            result = scheduler.update_from_output(output, handle.wait())
+            for request_id, token in zip(result.request_ids, result.new_token_ids, strict=True):
+                outputs[request_id].append(token)
+        if not in_flight and not scheduler.has_requests():
+            return outputs, scheduler.make_stats().num_preemptions
+    raise AssertionError("the requests do not end")
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_scheduler_and_runner_give_the_dense_tokens_with_prefix_hits_and_preemptions(runner, expected, is_async):
+    got, num_preemptions = serve(runner, 26, is_async)
+    assert num_preemptions > 3
+    assert got == {f"{request_id}-{copy}": expected[request_id] for copy in range(2) for request_id in PROMPTS}
+
+
+def test_draws_are_the_same_in_synchronous_and_asynchronous_mode_and_after_preemptions(runner):
+    params = {"temperature": 1.0, "top_p": 0.9}
+    roomy, none = serve(runner, 250, False, **params)
+    assert none == 0 and roomy["r31-0"] == roomy["r31-1"] != roomy["r5-0"]
+    for is_async in (False, True):
+        tight, num_preemptions = serve(runner, 26, is_async, **params)
+        assert num_preemptions > 3 and tight == roomy
 
 
 def test_every_program_is_compiled_once_and_late_compiles_are_counted_and_named(caplog):

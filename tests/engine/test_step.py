@@ -6,7 +6,7 @@ import pytest
 
 from jaxvllm.model_runner import ModelRunner
 from scheduler.batch import BatchLimits
-from scheduler.buckets import explicit, linear, one_shape
+from scheduler.buckets import explicit, one_shape
 from scheduler.plan import PlanLayout, StepPlan
 from tests.engine import tiny_llama, toy
 from tests.engine.toy import Loop
@@ -98,9 +98,9 @@ MIXED_PARAMS = [
 ]
 
 
-def run_mixed(policy, chunk: int, depth: int, only: int | None = None) -> dict[str, list[int]]:
-    limits = BatchLimits(8, 64, 4)
-    loop = Loop(limits, policy, toy.make_runner(limits, policy, 200), chunk)
+def run_mixed(runner: ModelRunner, chunk: int, depth: int, only: int | None = None) -> dict[str, list[int]]:
+    runner.initialize_kv_cache(200)
+    loop = Loop(runner.config.limits, runner.config.policy, runner, chunk)
     rng = np.random.default_rng(4)
     for i, params in enumerate(MIXED_PARAMS):
         prompt = rng.integers(1, 53, 3 + 4 * i).tolist()
@@ -110,11 +110,13 @@ def run_mixed(policy, chunk: int, depth: int, only: int | None = None) -> dict[s
 
 
 def test_draws_do_not_depend_on_bucket_batch_chunks_or_steps_in_flight():
-    small = explicit(8, 128, [1, 8], [16, 128])
+    limits = BatchLimits(8, 64, 4)
+    small = toy.make_runner(limits, explicit(8, 128, [1, 8], [128]), 200)
     expected = run_mixed(small, chunk=1000, depth=1)
     assert len({tuple(tokens) for tokens in expected.values()}) == len(MIXED_PARAMS)
     assert not set(expected["r5"][:6]) & {0, 7, 8, 9} and min(expected["r6"][:3]) >= 40
-    assert run_mixed(one_shape(8, 128), chunk=1000, depth=2) == expected
-    assert run_mixed(linear(8, 128, 8, 64), chunk=5, depth=2) == expected
+    one_program = toy.make_runner(limits, one_shape(8, 161), 200)
+    assert run_mixed(one_program, chunk=5, depth=2) == expected
+    assert run_mixed(small, chunk=7, depth=2) == expected
     for i in range(len(MIXED_PARAMS)):
         assert run_mixed(small, chunk=7, depth=1, only=i)[f"r{i}"] == expected[f"r{i}"]

@@ -1,0 +1,234 @@
+"""MPClient: the engine core in a child process, reached over ZeroMQ with msgpack."""
+
+import builtins
+import contextlib
+import os
+import shutil
+import signal
+import site
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxvllm import core_messages as messages
+from jaxvllm.config import EngineConfig, log_level
+from jaxvllm.core_messages import (
+    CoreFailure,
+    CoreMetrics,
+    CoreStart,
+    EngineCoreInfo,
+    EngineCoreRequest,
+    UtilityCall,
+    UtilityResult,
+)
+from jaxvllm.errors import EngineDeadError
+from scheduler.outputs import EngineCoreOutputs
+
+try:
+    import msgspec
+    import zmq
+except ImportError as error:
+    raise ImportError(
+        f"a core process needs msgspec and pyzmq ({error}): install them, or pass multiprocess=False."
+    ) from error
+
+DEATH_CHECK_MS = 100
+SHUTDOWN_S = 3.0
+MAX_SOCKET_DIR = 60  # an ipc path must stay below 108 characters
+
+
+class MPClient:
+    """The core in a child process (`python -m jaxvllm.core`). For one thread at a time."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._outputs_decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
+        self._pending: deque[EngineCoreOutputs] = deque()
+        self._dead: str | None = None
+        self._num_calls = 0
+        parent = "/tmp" if len(tempfile.gettempdir()) > MAX_SOCKET_DIR else None
+        folder = tempfile.mkdtemp(prefix="jaxvllm-", dir=parent)
+        context = zmq.Context()
+        self._requests, self._outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        self._requests.setsockopt(zmq.SNDHWM, 0)
+        self._outputs.setsockopt(zmq.RCVHWM, 0)
+        addresses = [f"ipc://{folder}/{name}" for name in ("requests", "outputs")]
+        self._requests.bind(addresses[0])
+        self._outputs.bind(addresses[1])
+        self._process = _start_process(config)
+        self._progress = _Progress()
+        self._stop = weakref.finalize(
+            self, _stop_core, self._process, self._progress, self._requests, self._outputs, context, folder
+        )
+        try:
+            start = CoreStart(addresses[0], addresses[1], os.getpid(), config, log_level(), sys.path)
+            self._send_start(msgspec.json.encode(start) + b"\n")
+        except BaseException:
+            self._stop()
+            raise
+        self._folder = folder
+
+    def wait_until_ready(self) -> EngineCoreInfo:
+        """See CoreClient."""
+        try:
+            _, body = self._receive()
+        except EngineDeadError as error:
+            raise (error.__cause__ or error) from None
+        self._progress.is_ready = True
+        shutil.rmtree(self._folder, ignore_errors=True)  # both ends are connected: the sockets need no name any more
+        return msgspec.msgpack.decode(body, type=EngineCoreInfo)
+
+    @property
+    def pid(self) -> int:
+        """The core's process id."""
+        return self._process.pid
+
+    def add_requests(self, requests: list[EngineCoreRequest]) -> None:
+        """See CoreClient."""
+        self._send(messages.ADD, requests)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """See CoreClient."""
+        self._send(messages.ABORT, request_ids)
+
+    def get_outputs(self) -> EngineCoreOutputs:
+        """See CoreClient."""
+        while not self._pending:
+            kind, body = self._receive()
+            if kind == messages.OUTPUTS:
+                return self._outputs_decoder.decode(body)
+        return self._pending.popleft()
+
+    def reset_prefix_cache(self) -> bool:
+        """See CoreClient."""
+        return self._call("reset_prefix_cache")
+
+    def metrics(self) -> CoreMetrics:
+        """See CoreClient."""
+        return msgspec.convert(self._call("metrics"), CoreMetrics)
+
+    def shutdown(self) -> None:
+        """See CoreClient."""
+        self._dead = self._dead or "the engine has been shut down."
+        self._stop()
+
+    def _call(self, method: str) -> Any:
+        self._num_calls += 1
+        self._send(messages.UTILITY, UtilityCall(self._num_calls, method))
+        while True:
+            kind, body = self._receive()
+            if kind == messages.OUTPUTS:
+                self._pending.append(self._outputs_decoder.decode(body))
+            elif (result := msgspec.msgpack.decode(body, type=UtilityResult)).call_id == self._num_calls:
+                return result.value
+
+    def _send(self, kind: bytes, body: Any) -> None:
+        if self._dead is None and self._process.poll() is not None:
+            self._read_last_words()
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        self._requests.send(kind + msgspec.msgpack.encode(body))
+
+    def _send_start(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it died already; the wait for READY says so
+
+    def _receive(self) -> tuple[bytes, memoryview]:
+        """The next message; raises EngineDeadError as soon as the core is known to be dead."""
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        while True:
+            is_gone = self._process.poll() is not None  # asked first: what it sent before its end is read below
+            if self._outputs.poll(DEATH_CHECK_MS):
+                message = self._outputs.recv()
+                kind, body = message[:1], memoryview(message)[1:]
+                if kind == messages.DEAD:
+                    failure = msgspec.msgpack.decode(body, type=CoreFailure)
+                    self._dead = _describe(failure)
+                    raise EngineDeadError(self._dead) from _remote_error(failure)
+                return kind, body
+            if is_gone:
+                self._dead = _describe_exit(self._process)
+                raise EngineDeadError(self._dead)
+
+    def _read_last_words(self) -> None:
+        try:
+            while True:
+                kind, body = self._receive()
+                if kind == messages.OUTPUTS:
+                    self._pending.append(self._outputs_decoder.decode(body))
+        except EngineDeadError:
+            return
+
+
+def _start_process(config: EngineConfig) -> subprocess.Popen:
+    """Start the core's interpreter. It reads CoreStart from the pipe, whose end is also the order to end."""
+    root = str(Path(__file__).resolve().parent.parent)
+    is_installed = root in site.getsitepackages()  # else a checkout: the child must find the same code
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "jaxvllm.core"],
+        stdin=subprocess.PIPE,
+        stdout=2,  # what a library prints there must not mix with the caller's output
+        env=config.core_process_environment(None if is_installed else root),
+        start_new_session=True,  # a terminal's Ctrl-C reaches the front end alone
+    )
+
+
+@dataclass
+class _Progress:
+    """How far a core has come, and in which process its owner lives."""
+
+    owner_pid: int = field(default_factory=os.getpid)
+    is_ready: bool = False
+
+
+def _stop_core(
+    process: subprocess.Popen, progress: _Progress, requests: Any, outputs: Any, context: Any, folder: str
+) -> None:
+    """End the core's process, kindly if it serves, and free the sockets. In a fork of the owner: nothing."""
+    if os.getpid() != progress.owner_pid:
+        return
+    if process.poll() is None and progress.is_ready:
+        requests.send(messages.SHUTDOWN)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # in a long compile, say
+            process.wait(SHUTDOWN_S)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+    requests.close(linger=0)
+    outputs.close(linger=0)
+    context.term()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _describe(failure: CoreFailure) -> str:
+    return f"the engine core died: {failure.kind}: {failure.message}\n\nIn the core's process:\n{failure.traceback}"
+
+
+def _remote_error(failure: CoreFailure) -> Exception:
+    """The core's exception again, of the same built-in class where there is one; the traceback is a note on it."""
+    kind = getattr(builtins, failure.kind, None)
+    error = RuntimeError(f"{failure.kind}: {failure.message}")
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
+        error = kind(failure.message)
+    error.add_note(f"In the engine core's process:\n{failure.traceback}")
+    return error
+
+
+def _describe_exit(process: subprocess.Popen) -> str:
+    code = process.returncode
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        return f"the engine core died: its process {process.pid} was killed by {name}{hint}."
+    return f"the engine core died: its process {process.pid} ended with exit code {code}; its output says more."
