@@ -1,8 +1,15 @@
 """Options that families share: biases, tied heads, kinds of rope, OPT's and Phi's variants, unrolled layers."""
 
+import copy
+import dataclasses
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
+from jaxvllm.models.registry import get_model_class
+from tests.parity.paged_driver import PagedDriver
 from tests.parity.tiny_models import tiny_model
 
 TOLERANCE = 1e-4
@@ -50,13 +57,12 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_prefill_and_decode(variant):
+def test_prefill_in_two_chunks(variant):
     config_class, changes = VARIANTS[variant]
     tiny = tiny_model(config_class, **changes)
     driver = tiny.driver()
-    sequence = driver.add(PROMPT)
-    logits = [*driver.step([(sequence, 31)]), *(driver.step([(sequence, 1)])[0] for _ in PROMPT[31:])]
-    np.testing.assert_allclose(np.concatenate(logits), tiny.expected_logits(PROMPT), atol=TOLERANCE, rtol=TOLERANCE)
+    logits = driver.prefill(driver.add(PROMPT), chunk=30)
+    np.testing.assert_allclose(logits, tiny.expected_logits(PROMPT), atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -70,3 +76,16 @@ def test_unrolled_layers_equal_scanned_ones(config_class, changes):
         sequence = driver.add(PROMPT)
         logits.append(np.concatenate([driver.step([(sequence, 30)])[0], driver.prefill(sequence, chunk=1)]))
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-5, rtol=1e-5)
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16_is():
+    tiny = tiny_model("LlamaConfig")
+    expected = tiny.expected_logits(PROMPT)
+    config = dataclasses.replace(tiny.config, dtype="bfloat16")
+    params = {name: array.astype(jnp.bfloat16) for name, array in tiny.params.items()}
+    driver = PagedDriver(get_model_class(config.architecture)(config), config, params)
+    error = np.sqrt(np.mean((driver.prefill(driver.add(PROMPT), chunk=30) - expected) ** 2))
+    narrow = copy.deepcopy(tiny.torch_model).to(torch.bfloat16)
+    with torch.no_grad():
+        theirs = narrow(torch.tensor([PROMPT]), use_cache=False).logits[0].float().numpy()
+    assert 0 < error < 1.1 * np.sqrt(np.mean((theirs - expected) ** 2))
