@@ -326,12 +326,16 @@ def run_checks(section: str, results: Results) -> None:
         results.add("checks", {"config": name, "seconds": round(time.monotonic() - start, 1), **row})
 
 
-def run_timings(section: str, results: Results, only: str) -> None:
-    """Lower one after the other, compile in threads, measure when nothing else runs."""
+def run_timings(section: str, results: Results, only: str, limit_s: float) -> None:
+    """Lower one after the other for half of the time, compile in threads, measure when nothing else runs."""
+    start = time.monotonic()
     with ThreadPoolExecutor(12) as pool:
         jobs = []
         for name, make in plan_rows(section):
             if only not in name:
+                continue
+            if time.monotonic() - start > limit_s / 2:
+                results.add("rows", {"shape": name, "failed": "no time left"})
                 continue
             try:
                 lowered, measure = make()
@@ -379,6 +383,7 @@ def run_all(args: argparse.Namespace) -> None:
             continue
         limit = min(limit, args.budget_s - (time.monotonic() - begin))
         command = [sys.executable, __file__, "--section", section, "--out", str(args.out), "--only", args.only]
+        command += ["--budget-s", str(limit)]
         start = time.monotonic()
         try:
             end = (
@@ -410,7 +415,7 @@ def main() -> None:
         return
     results = Results(args.out)
     run_checks(args.section, results)
-    run_timings(args.section, results, args.only)
+    run_timings(args.section, results, args.only, args.budget_s)
 
 
 if __name__ == "__main__":
