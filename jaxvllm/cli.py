@@ -3,7 +3,7 @@
 import argparse
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -26,6 +26,25 @@ _ENGINE_HELP = {
     "gpu_memory_utilization": "share of the GPU's memory that the engine may use",
     "seed": "of the random choice; the same seed gives the same answers",
     "load_format": "auto, safetensors, gguf or dummy (random weights)",
+    "tokenizer": "folder, GGUF file or hub id of another tokenizer",
+    "tokenizer_mode": "auto or hf",
+    "skip_tokenizer_init": "no tokenizer: prompts are token ids",
+    "revision": "branch, tag or commit of the model on the hub",
+    "tokenizer_revision": "branch, tag or commit of the tokenizer on the hub",
+    "download_dir": "where downloads are cached",
+    "block_size": "tokens in a block of the KV cache: 16, 32, 64 or 128",
+    "enable_prefix_caching": "keep the KV blocks of prompts for later requests (the default)",
+    "kv_cache_memory_bytes": "size of the KV cache (default: 1 GiB on a CPU, what is free on a GPU)",
+    "num_gpu_blocks_override": "size of the KV cache in blocks",
+    "long_prefill_token_threshold": "most tokens of one prompt in a step; 0: no limit",
+    "enable_chunked_prefill": "spread a long prompt over steps (the default)",
+    "scheduler_reserve_full_isl": "admit a prompt only if the KV cache has room for all of it (the default)",
+    "scheduling_policy": "fcfs or priority",
+    "async_scheduling": "schedule a step while the one before it runs (the default)",
+    "generation_config": "auto (the model's), vllm (none), or a folder with a generation_config.json",
+    "chat_template": "Jinja text, or a file of it, in the place of the model's own",
+    "attention_backend": "mosaic_gpu or reference (default: by the device)",
+    "disable_log_stats": "no line of statistics every 10 seconds (the default)",
     "multiprocess": "run the engine core in a process of its own (the default)",
 }
 _SAMPLING_OPTIONS: dict[str, tuple[type, str]] = {
@@ -57,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="complete prompts and print the texts")
     generate.add_argument("prompts", nargs="+", metavar="PROMPT")
     generate.add_argument("--raw", action="store_true", help="give the prompt as it is, without the chat template")
+    generate.add_argument(
+        "--progress", action=argparse.BooleanOptionalAction, default=True, help="progress bar on standard error"
+    )
     generate.set_defaults(run=_generate)
     chat = commands.add_parser("chat", help="talk with the model; Ctrl-C stops an answer, Ctrl-D ends")
     chat.set_defaults(run=_chat)
@@ -89,28 +111,31 @@ def _flag(name: str) -> str:
 
 
 def _make_engine(args: argparse.Namespace) -> "Engine":
+    _sampling_params(args, {})  # a bad value is refused before the model is loaded
     from jaxvllm.engine import Engine  # late: `jaxvllm --help` needs no tokenizer library
 
     given = vars(args)
     return Engine(**{f.name: given[f.name] for f in fields(EngineArgs) if f.name in given})
 
 
-def _sampling_params(args: argparse.Namespace, engine: "Engine") -> SamplingParams:
-    values = {"temperature": 0.0, "max_tokens": DEFAULT_MAX_TOKENS} | dict(engine.llm_engine.model.default_sampling)
+def _sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
+    """What the options say, over the model's defaults, over the command line's own."""
+    values = {"temperature": 0.0, "max_tokens": DEFAULT_MAX_TOKENS} | dict(defaults)
     values |= {name: getattr(args, name) for name in _SAMPLING_OPTIONS if getattr(args, name) is not None}
     return SamplingParams(**values, stop=args.stop, ignore_eos=args.ignore_eos)
 
 
 def _generate(args: argparse.Namespace) -> int:
     with _make_engine(args) as engine:
-        params = _sampling_params(args, engine)
+        params = _sampling_params(args, engine.llm_engine.model.default_sampling)
         tokenizer = engine.llm_engine.tokenizer
         if args.raw or tokenizer is None or not tokenizer.has_chat_template:
             if args.system is not None:
                 raise ValueError("--system needs a chat template: leave out --raw, or name a model that has one.")
-            outputs = engine.generate(args.prompts, params)
+            outputs = engine.generate(args.prompts, params, use_tqdm=args.progress)
         else:
-            outputs = engine.chat([_conversation(args.system, prompt) for prompt in args.prompts], params)
+            conversations = [_conversation(args.system, prompt) for prompt in args.prompts]
+            outputs = engine.chat(conversations, params, use_tqdm=args.progress)
     for prompt, output in zip(args.prompts, outputs, strict=True):
         if len(outputs) > 1:
             print(f">>> {prompt}")
@@ -125,7 +150,7 @@ def _conversation(system: str | None, prompt: str) -> list[dict[str, Any]]:
 
 def _chat(args: argparse.Namespace) -> int:
     with _make_engine(args) as engine:
-        params = _sampling_params(args, engine)
+        params = _sampling_params(args, engine.llm_engine.model.default_sampling)
         params.output_kind = RequestOutputKind.DELTA
         messages = _conversation(args.system, "")[:-1]
         for number, line in enumerate(_lines()):

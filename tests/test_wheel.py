@@ -39,7 +39,7 @@ def write_weights(folder: Path) -> None:
 
 
 @pytest.mark.skipif(UV is None, reason="needs uv")
-def test_wheel_in_an_empty_environment_generates_from_a_local_folder(tmp_path):
+def test_wheel_in_an_empty_environment_generates_from_a_local_folder_and_hears_of_a_killed_core(tmp_path):
     assert UV is not None
     run(UV, "build", "--quiet", "--wheel", "--out-dir", tmp_path / "dist", REPO, cwd=tmp_path)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
@@ -49,14 +49,26 @@ def test_wheel_in_an_empty_environment_generates_from_a_local_folder(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     write_weights(write_model(folder))
-    program = (
-        "import jaxvllm; from jaxvllm import Engine, SamplingParams\n"
-        f"engine = Engine({str(folder)!r}, max_model_len=64)\n"
-        "params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)\n"
-        "print(jaxvllm.__file__, len(engine.generate('stone', params)[0].outputs[0].token_ids))"
-    )
-    origin, num_tokens = run(environment / "bin/python", "-c", program, cwd=tmp_path).split()[-2:]
+    program = f"""
+import os, signal, time
+import jaxvllm
+from jaxvllm import Engine, EngineDeadError, SamplingParams
+engine = Engine({str(folder)!r})
+params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+print(jaxvllm.__file__, len(engine.generate("stone", params)[0].outputs[0].token_ids))
+engine.llm_engine.add_request("a", "stone", SamplingParams(max_tokens=900, ignore_eos=True))
+engine.llm_engine.step()
+os.kill(engine.llm_engine._client.pid, signal.SIGKILL)
+start = time.monotonic()
+try:
+    while True:
+        engine.llm_engine.step()
+except EngineDeadError:
+    print(time.monotonic() - start)
+"""
+    origin, num_tokens, death_s = run(environment / "bin/python", "-c", program, cwd=tmp_path).split()[-3:]
     assert Path(origin).is_relative_to(environment)
     assert num_tokens == "5"
+    assert float(death_s) < 1.0
     default = "from jaxvllm.model_source import default_model; print(default_model())"
     assert run(environment / "bin/python", "-c", default, cwd=tmp_path).strip() == "HuggingFaceTB/SmolLM2-135M-Instruct"

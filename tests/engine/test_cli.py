@@ -1,6 +1,7 @@
 """The command line over a scripted executor."""
 
 import io
+from dataclasses import fields
 
 import pytest
 
@@ -24,6 +25,23 @@ def test_generate_answers_through_the_chat_template_and_raw_completes(model_fold
     captured = capsys.readouterr()
     assert captured.out == ";<=\nBCD\n"
     assert "Processed prompts: 100%" in captured.err
+
+
+def test_progress_bar_can_be_switched_off(model_folder, capsys):
+    assert run(model_folder, "generate", "--raw", "A", "--no-progress") == 0
+    assert "Processed prompts" not in capsys.readouterr().err
+
+
+def test_bad_sampling_option_is_refused_before_the_model_is_loaded(capsys):
+    assert cli.main(["generate", "A", "--model", "/nowhere/at/all", "--top-p", "7"]) == 1
+    assert "top_p=7.0" in capsys.readouterr().err
+
+
+def test_every_option_has_a_word_of_help(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    capsys.readouterr()
+    assert cli._ENGINE_HELP.keys() == {f.name for f in fields(EngineArgs)} - set(cli._NO_OPTION)
 
 
 def test_several_prompts_are_told_apart(model_folder, capsys):
