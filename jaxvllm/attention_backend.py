@@ -53,5 +53,5 @@ def _no_kernels(device: jax.Device, config: ModelConfig, limits: BatchLimits) ->
         block_size=limits.block_size,
         max_model_len=limits.max_model_len,
         sliding_window=config.sliding_window,
-        soft_cap=config.hf.get("attn_logit_softcapping"),
+        soft_cap=config.attention_soft_cap,
     )

@@ -13,6 +13,7 @@ from jaxvllm.input_processor import InputProcessor, ProcessedRequest, Prompt
 from jaxvllm.metrics import FrontEndStats, Metric
 from jaxvllm.model_info import ModelInfo, read_model_info
 from jaxvllm.model_source import ModelSource, read_json, resolve
+from jaxvllm.models.registry import MODELS
 from jaxvllm.output_processor import OutputProcessor
 from jaxvllm.outputs import RequestOutput
 from jaxvllm.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ class LLMEngine:
         Raises: ValueError for a model, an argument or a tokenizer that cannot be served; OSError if the hub cannot be
           reached.
         """
-        source = resolve(args.model, revision=args.revision, download_dir=args.download_dir)
+        source = resolve(args.model, revision=args.revision, download_dir=args.download_dir, supported=MODELS)
         _check_load_format(args.load_format, source.path)
         config = args.create_engine_config(source.config.max_position_embeddings)
         local = dataclasses.replace(config.model, model=str(source.path))
