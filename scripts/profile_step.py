@@ -1,0 +1,208 @@
+"""Where the time of a decode step goes: host parts, dispatch, the device, and each kernel.
+
+    python scripts/profile_step.py --model qwen3-0.6b --requests 1 --context 384
+
+Prefills the requests with random tokens, then times decode steps of the scheduler, planner and runner as the engine's
+core drives them (two steps in flight), the same plan dispatched back to back, and a few traced steps for the kernels.
+Tracing turns CUDA graphs off, so kernel times add up to the device's work, not to the step.
+"""
+
+import argparse
+import json
+import logging
+import tempfile
+import time
+from collections import Counter, defaultdict, deque
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import workloads
+from jax.profiler import ProfileData
+
+from jaxvllm.attention_backend import choose_backend
+from jaxvllm.kv_cache import KVCacheSpec
+from jaxvllm.layers.parameter import bind, param_specs, unstack_small
+from jaxvllm.model_runner import ModelRunner, RunnerConfig
+from jaxvllm.model_source import resolve
+from jaxvllm.models.registry import get_model_class
+from jaxvllm.weights.dummy import dummy_params
+from scheduler.batch import BatchLimits
+from scheduler.buckets import explicit
+from scheduler.config import CacheConfig, SchedulerConfig
+from scheduler.plan import Planner
+from scheduler.request import Request
+from scheduler.sampling_params import SamplingParams
+from scheduler.scheduler import make_scheduler
+
+MIN_ROWS = 8
+BLOCK_SIZE = 16
+
+
+class Loop:
+    """Scheduler, planner and runner with two steps in flight; adds up the host time of each part."""
+
+    def __init__(
+        self, name: str, num_requests: int, context: int, num_steps: int, prefill_tokens: int, sampling: SamplingParams
+    ) -> None:
+        config = resolve(workloads.write_config(name)).config
+        rows = max(num_requests, MIN_ROWS)
+        max_model_len = context + num_steps + BLOCK_SIZE
+        self.limits = BatchLimits(rows, max_model_len, BLOCK_SIZE)
+        blocks = num_requests * (self.limits.max_blocks + 1) + 1
+        tokens = max(prefill_tokens, rows)
+        policy = explicit(rows, tokens, [rows], [tokens])
+        spec = KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, jnp.dtype(config.dtype))
+        backend = choose_backend(None, jax.devices()[0], config, self.limits)
+        model = get_model_class(config.architecture)(config)
+        specs = param_specs(model)
+        params = unstack_small(dummy_params(specs), specs)
+        self.runner = ModelRunner(
+            lambda traced: bind(model, traced),  # type: ignore[arg-type]
+            params,
+            RunnerConfig(self.limits, policy, spec, config.num_heads, backend),
+        )
+        self.runner.initialize_kv_cache(blocks)
+        self.planner = Planner(self.limits, policy, seed=0)
+        scheduler_config = SchedulerConfig(
+            max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=max_model_len, async_scheduling=True
+        )
+        self.scheduler = make_scheduler(scheduler_config, CacheConfig(BLOCK_SIZE, blocks, False))
+        rng = np.random.default_rng(0)
+        for i in range(num_requests):
+            prompt = rng.integers(10, config.vocab_size, context).tolist()
+            self.scheduler.add_request(Request(f"r{i}", prompt, sampling))
+        self.in_flight: deque = deque()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.plan = None
+
+    def step(self) -> str:
+        """One turn of the loop; returns the kind of step dispatched."""
+        t0 = time.perf_counter()
+        scheduled = self.scheduler.schedule()
+        t1 = time.perf_counter()
+        self.plan = plan = self.planner.build(scheduled)
+        t2 = time.perf_counter()
+        assert plan is not None, "max_tokens covers all steps"
+        self.in_flight.append((scheduled, self.runner.execute(plan)))
+        t3 = time.perf_counter()
+        self.seconds["schedule"] += t1 - t0
+        self.seconds["plan"] += t2 - t1
+        self.seconds["execute"] += t3 - t2
+        if len(self.in_flight) == 2:
+            self.take_oldest()
+        return plan.key.kind
+
+    def take_oldest(self) -> None:
+        """Wait for the oldest step and tell the scheduler."""
+        scheduled, handle = self.in_flight.popleft()
+        t0 = time.perf_counter()
+        output = handle.wait()
+        t1 = time.perf_counter()
+        self.scheduler.update_from_output(scheduled, output)
+        self.seconds["wait"] += t1 - t0
+        self.seconds["update"] += time.perf_counter() - t1
+
+
+def time_plan(runner: ModelRunner, plan, repeats: int) -> tuple[float, float]:
+    """(seconds a step, host seconds a dispatch) of one plan dispatched back to back."""
+    jax.block_until_ready(runner.execute(plan)._token_ids)
+    start, host, handle = time.perf_counter(), 0.0, None
+    for _ in range(repeats):
+        before = time.perf_counter()
+        handle = runner.execute(plan)
+        host += time.perf_counter() - before
+    assert handle is not None
+    handle.wait()
+    return (time.perf_counter() - start) / repeats, host / repeats
+
+
+def kernel_times(runner: ModelRunner, plan, repeats: int = 3) -> list[tuple[str, int, float]]:
+    """(kernel, calls a step, microseconds a step) from a trace, the longest first."""
+    folder = tempfile.mkdtemp()
+    with jax.profiler.trace(folder):
+        for _ in range(repeats):
+            runner.execute(plan).wait()
+    calls: Counter[str] = Counter()
+    micros: defaultdict[str, float] = defaultdict(float)
+    for file in Path(folder).rglob("*.xplane.pb"):
+        for plane in ProfileData.from_file(str(file)).planes:
+            if "GPU" not in plane.name:
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    name = event.name.rstrip("0123456789_.")
+                    calls[name] += 1
+                    micros[name] += event.duration_ns / 1e3
+    rows = [(name, calls[name] // repeats, micros[name] / repeats) for name in calls]
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def main() -> None:
+    """Parse the command line and print the parts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=workloads.MODELS, default="qwen3-0.6b")
+    parser.add_argument("--requests", type=int, default=1)
+    parser.add_argument("--context", type=int, default=384)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--prefill-tokens", type=int, default=8192, help="tokens a prefill step")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--no-trace", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    sampling = SamplingParams(
+        temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.steps + 8, ignore_eos=True
+    )
+    loop = Loop(args.model, args.requests, args.context, args.steps, args.prefill_tokens, sampling)
+    start = time.perf_counter()
+    while loop.step() != "decode":
+        pass
+    for _ in range(5):
+        loop.step()
+    print(f"prefill, compile and warm-up {time.perf_counter() - start:.1f} s", flush=True)
+    loop.seconds.clear()
+    start = time.perf_counter()
+    num_steps = args.steps - 10
+    for _ in range(num_steps):
+        loop.step()
+    wall = (time.perf_counter() - start) / num_steps
+    parts = {name: 1e3 * seconds / num_steps for name, seconds in loop.seconds.items()}
+    print(
+        f"loop {1e3 * wall:.3f} ms a step; host parts in ms: " + json.dumps({k: round(v, 3) for k, v in parts.items()})
+    )
+    while loop.in_flight:
+        loop.take_oldest()
+    seconds, host = time_plan(loop.runner, loop.plan, 40)
+    print(f"back to back {1e3 * seconds:.3f} ms a step, dispatch {1e3 * host:.3f} ms")
+    on_device = replace(loop.plan, buffer=jax.device_put(loop.plan.buffer))
+    seconds_resident, host_resident = time_plan(loop.runner, on_device, 40)
+    print(f"plan already on the device {1e3 * seconds_resident:.3f} ms a step, dispatch {1e3 * host_resident:.3f} ms")
+    result = {
+        "model": args.model,
+        "requests": args.requests,
+        "context": args.context,
+        "loop_ms": 1e3 * wall,
+        "host_ms": parts,
+        "back_to_back_ms": 1e3 * seconds,
+        "dispatch_ms": 1e3 * host,
+        "resident_plan_ms": 1e3 * seconds_resident,
+    }
+    if not args.no_trace:
+        kernels = kernel_times(loop.runner, loop.plan)
+        result["kernels"] = [{"name": n, "calls": c, "us": us} for n, c, us in kernels]
+        print(f"kernels: {sum(c for _, c, _ in kernels)} calls, {sum(us for *_, us in kernels):.0f} us")
+        for name, count, micros in kernels[:16]:
+            print(f"  {micros:8.1f} us {count:5d} x {name[:90]}")
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
