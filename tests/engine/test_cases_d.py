@@ -1,10 +1,13 @@
 """Cases D of the case list: what config files say reaches the logits, and what other files say ends the text."""
 
 import dataclasses
+import json
 import logging
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import pre_tokenizers
 
 from jaxvllm import Engine, SamplingParams
 from jaxvllm.kv_cache import KVCacheSpec
@@ -13,6 +16,7 @@ from jaxvllm.layers.rope import inverse_frequencies
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.model_source import resolve
 from jaxvllm.models.registry import get_model_class
+from jaxvllm.tokenizer import Tokenizer
 from jaxvllm.weights.gguf_checkpoint import hf_name
 from jaxvllm.weights.load import load_params
 from tests.engine.dense import (
@@ -25,6 +29,7 @@ from tests.engine.dense import (
     tensor_shapes,
     write_folder,
 )
+from tests.engine.tokenizers_fixture import k_bytes
 from tests.parity.paged_driver import PagedDriver
 from tests.weights.tiny_gguf import write_gguf
 
@@ -74,11 +79,13 @@ def test_d03_a_prompt_of_3000_tokens_equals_a_dense_reference_at_its_last_positi
         if "q_proj" in name or "k_proj" in name:
             tensors[name] *= 3
     prompt = np.random.default_rng(6).integers(0, 256, 3000).tolist()
-    expected = dense_logits(config, tensors, prompt)[-1]
-    unscaled = dense_logits(config | {"rope_scaling": None}, tensors, prompt)[-1]
-    assert np.abs(unscaled - expected).max() > 0.01
+    plain, scaled = (dense_logits(config | {"rope_scaling": s}, tensors, prompt[:500])[-1] for s in (None, LLAMA3))
+    assert np.abs(plain - scaled).max() > 0.01, "the comparison must be able to fail"
     sizes = {"num_tokens": 1000, "block_size": 128, "num_blocks": 26}
-    assert_close(logits_of(write_folder(tmp_path, config, tensors), prompt, **sizes)[-1], expected)
+    assert_close(
+        logits_of(write_folder(tmp_path, config, tensors), prompt, **sizes)[-1],
+        dense_logits(config, tensors, prompt)[-1],
+    )
 
 
 def test_d03_rope_freqs_of_a_gguf_file_mean_the_same(tmp_path):
@@ -173,6 +180,46 @@ def test_d07_biases_reach_the_logits_and_nobody_misses_one(tmp_path, kind, caplo
     with caplog.at_level(logging.INFO):
         assert_close(logits_of(path, PROMPT), expected)
     assert "o_proj" not in caplog.text
+
+
+TEXTS = [
+    "40719", "6.02 + 1.38", "a  b   c\n\n\td", "we're They'LL", "<eos>user\nhi<eos>", "crème № 7 — 🧭", "", "   ",
+    "\u0000\u0001", "港口",
+]  # fmt: skip
+
+
+def gguf_metadata(original: tokenizers.Tokenizer, pre: str, **flags: bool) -> dict[str, object]:
+    """What a GGUF file keeps of a byte-level BPE tokenizer of 264 tokens."""
+    model = json.loads(original.to_str())["model"]
+    return {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [original.id_to_token(i) for i in range(264)],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.token_type": [1] * 262 + [3, 4], "tokenizer.ggml.eos_token_id": 262,
+        "tokenizer.ggml.bos_token_id": 262,
+    } | {f"tokenizer.ggml.{name}": value for name, value in flags.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm"])
+def test_d14_a_tokenizer_from_gguf_metadata_splits_as_the_original(pre):
+    original = k_bytes()
+    if pre == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        original.pre_tokenizer = pre_tokenizers.Sequence([digits, original.pre_tokenizer])
+    tokenizer = Tokenizer.from_gguf(gguf_metadata(original, pre), "m.gguf")
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert ids == original.encode(text).ids, text
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert len(tokenizer.encode("40719")) == 5
+
+
+def test_d14_bos_comes_when_the_flag_says_so_and_an_unknown_name_is_an_error():
+    original = k_bytes()
+    for flags, first in (({"add_bos_token": True}, [262]), ({"add_bos_token": False}, []), ({}, [])):
+        assert Tokenizer.from_gguf(gguf_metadata(original, "gpt-2", **flags), "m.gguf").encode("on") == [*first, 257]
+    with pytest.raises(ValueError, match="gpt-3"):
+        Tokenizer.from_gguf(gguf_metadata(original, "gpt-3"), "m.gguf")
 
 
 @pytest.mark.parametrize(
