@@ -17,7 +17,6 @@ from jaxvllm.models.registry import MODELS
 from jaxvllm.output_processor import OutputProcessor
 from jaxvllm.outputs import RequestOutput
 from jaxvllm.tokenizer import Tokenizer
-from jaxvllm.weights.hub import download
 from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -224,13 +223,15 @@ def _load_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer:
     if args.tokenizer is None:
         return source.load_tokenizer()
     path = Path(args.tokenizer).expanduser()
-    if path.is_dir():
-        return Tokenizer.from_folder(path)
     if path.is_file():
         return resolve(path).load_tokenizer()
-    return Tokenizer.from_folder(
-        download(args.tokenizer, revision=args.tokenizer_revision, cache_dir=args.download_dir)
-    )
+    if not path.is_dir():
+        from jaxvllm.weights.hub import download
+
+        path = download(
+            args.tokenizer, revision=args.tokenizer_revision, cache_dir=args.download_dir, with_weights=False
+        )
+    return Tokenizer.from_folder(path)
 
 
 def _generation_config(args: EngineArgs, source: ModelSource) -> Mapping[str, Any]:

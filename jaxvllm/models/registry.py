@@ -1,4 +1,7 @@
-"""From the class name in config.json to the model that serves it."""
+"""From the class name in config.json to the model that serves it.
+
+Models are named here and imported on first use: the front end, which never imports JAX, checks names only.
+"""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -12,7 +15,7 @@ if TYPE_CHECKING:
     Model = CausalLM | OPTForCausalLM
     ModelClass = Callable[..., Model]
 
-# Architecture -> the module that has it. Names alone: the front end checks a model by them and never imports JAX.
+# Architecture -> the module that defines a class of this name.
 MODELS: Mapping[str, str] = MappingProxyType(
     {
         "Gemma2ForCausalLM": "jaxvllm.models.gemma2",
