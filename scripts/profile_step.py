@@ -32,7 +32,7 @@ from jaxvllm.weights.dummy import dummy_params
 from scheduler.batch import BatchLimits
 from scheduler.buckets import explicit
 from scheduler.config import CacheConfig, SchedulerConfig
-from scheduler.plan import Planner
+from scheduler.plan import Planner, StepPlan
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import make_scheduler
@@ -76,7 +76,7 @@ class Loop:
             self.scheduler.add_request(Request(f"r{i}", prompt, sampling))
         self.in_flight: deque = deque()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.plan = None
+        self.plan: StepPlan | None = None
 
     def step(self) -> str:
         """One turn of the loop; returns the kind of step dispatched."""
@@ -179,9 +179,11 @@ def main() -> None:
     )
     while loop.in_flight:
         loop.take_oldest()
-    seconds, host = time_plan(loop.runner, loop.plan, 40)
+    plan = loop.plan
+    assert plan is not None
+    seconds, host = time_plan(loop.runner, plan, 40)
     print(f"back to back {1e3 * seconds:.3f} ms a step, dispatch {1e3 * host:.3f} ms")
-    on_device = replace(loop.plan, buffer=jax.device_put(loop.plan.buffer))
+    on_device = replace(plan, buffer=jax.device_put(plan.buffer))
     seconds_resident, host_resident = time_plan(loop.runner, on_device, 40)
     print(f"plan already on the device {1e3 * seconds_resident:.3f} ms a step, dispatch {1e3 * host_resident:.3f} ms")
     result = {
@@ -195,7 +197,7 @@ def main() -> None:
         "resident_plan_ms": 1e3 * seconds_resident,
     }
     if not args.no_trace:
-        kernels = kernel_times(loop.runner, loop.plan)
+        kernels = kernel_times(loop.runner, plan)
         result["kernels"] = [{"name": n, "calls": c, "us": us} for n, c, us in kernels]
         print(f"kernels: {sum(c for _, c, _ in kernels)} calls, {sum(us for *_, us in kernels):.0f} us")
         for name, count, micros in kernels[:16]:
