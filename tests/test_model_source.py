@@ -166,6 +166,15 @@ def test_tokenizer_alone_is_fetched_without_weights(tmp_path, monkeypatch):
     assert not (tmp_path / "snapshot" / "model.safetensors").exists()
 
 
+def test_weights_of_an_unsupported_architecture_are_not_downloaded(tmp_path, monkeypatch):
+    fake = FakeHub(tmp_path / "snapshot", "model.safetensors")
+    monkeypatch.setattr(hub, "snapshot_download", fake)
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not supported; supported are MambaForCausalLM"):
+        resolve("org/model", supported={"MambaForCausalLM"})
+    assert not (tmp_path / "snapshot" / "model.safetensors").exists()
+    assert len(fake.calls) == 1
+
+
 def test_full_disk_is_not_taken_for_a_missing_network(monkeypatch):
     def fail(*args: object, **options: object) -> str:
         raise OSError(28, "No space left on device")

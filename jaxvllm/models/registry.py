@@ -1,40 +1,40 @@
-"""From the class name in config.json to the model that serves it."""
+"""From the class name in config.json to the model that serves it.
 
+Models are named here and imported on first use: the front end, which never imports JAX, checks names only.
+"""
+
+import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from jaxvllm.models.causal_lm import CausalLM
-from jaxvllm.models.gemma2 import Gemma2ForCausalLM
-from jaxvllm.models.gemma3 import Gemma3ForCausalLM
-from jaxvllm.models.llama import LlamaForCausalLM
-from jaxvllm.models.mistral import MistralForCausalLM
-from jaxvllm.models.opt import OPTForCausalLM
-from jaxvllm.models.phi3 import Phi3ForCausalLM
-from jaxvllm.models.qwen2 import Qwen2ForCausalLM
-from jaxvllm.models.qwen3 import Qwen3ForCausalLM
+if TYPE_CHECKING:
+    from jaxvllm.models.causal_lm import CausalLM
+    from jaxvllm.models.opt import OPTForCausalLM
 
-Model = CausalLM | OPTForCausalLM
-ModelClass = Callable[..., Model]
+    Model = CausalLM | OPTForCausalLM
+    ModelClass = Callable[..., Model]
 
-MODELS: Mapping[str, ModelClass] = MappingProxyType(
+# Architecture -> the module that defines a class of this name.
+MODELS: Mapping[str, str] = MappingProxyType(
     {
-        "Gemma2ForCausalLM": Gemma2ForCausalLM,
-        "Gemma3ForCausalLM": Gemma3ForCausalLM,
-        "LlamaForCausalLM": LlamaForCausalLM,
-        "MistralForCausalLM": MistralForCausalLM,
-        "OPTForCausalLM": OPTForCausalLM,
-        "Phi3ForCausalLM": Phi3ForCausalLM,
-        "Qwen2ForCausalLM": Qwen2ForCausalLM,
-        "Qwen3ForCausalLM": Qwen3ForCausalLM,
+        "Gemma2ForCausalLM": "jaxvllm.models.gemma2",
+        "Gemma3ForCausalLM": "jaxvllm.models.gemma3",
+        "LlamaForCausalLM": "jaxvllm.models.llama",
+        "MistralForCausalLM": "jaxvllm.models.mistral",
+        "OPTForCausalLM": "jaxvllm.models.opt",
+        "Phi3ForCausalLM": "jaxvllm.models.phi3",
+        "Qwen2ForCausalLM": "jaxvllm.models.qwen2",
+        "Qwen3ForCausalLM": "jaxvllm.models.qwen3",
     }
 )
 
 
-def get_model_class(architecture: str) -> ModelClass:
+def get_model_class(architecture: str) -> "ModelClass":
     """The model of an architecture, built as cls(config, unroll_layers=None).
 
     Raises: ValueError that lists what is supported.
     """
     if architecture not in MODELS:
         raise ValueError(f"architecture {architecture!r} is not supported; supported are {', '.join(MODELS)}")
-    return MODELS[architecture]
+    return getattr(importlib.import_module(MODELS[architecture]), architecture)

@@ -51,21 +51,23 @@ def test_core_process_gives_what_the_core_in_process_gives(model_folder):
     assert results[0] == results[1]
 
 
-def test_front_end_with_a_core_process_never_imports_jax(model_folder):
+def test_front_end_with_a_core_process_never_imports_jax_nor_what_else_is_slow(model_folder):
     script = f"""
 import sys
 from jaxvllm import Engine, SamplingParams
-engine = Engine({str(model_folder)!r}, executor="{EXECUTORS}:successor", skip_tokenizer_init=True, device="cpu")
-print(engine.generate([[65]], SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs[0].token_ids)
-print("jax" in sys.modules, engine.llm_engine._client.pid)
+engine = Engine({str(model_folder)!r}, executor="{EXECUTORS}:successor", device="cpu")
+messages = [{{"role": "user", "content": "hi"}}]
+print(engine.chat(messages, SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs[0].token_ids)
+slow = ("jax", "flax", "transformers", "torch", "huggingface_hub", "gguf", "numpy")
+print(*[name for name in slow if name in sys.modules], engine.llm_engine._client.pid)
 """
     # From standard input and without a __main__ guard: what multiprocessing's spawn cannot do.
     result = subprocess.run([sys.executable, "-"], input=script, text=True, capture_output=True, cwd=ROOT, timeout=60)
     assert result.returncode == 0, result.stderr
     ids, line = result.stdout.splitlines()
-    assert ids == "[66, 67, 68]"
-    assert line.startswith("False ")
-    assert wait_until_gone(int(line.split()[1])), "the core outlived an ordinary exit"
+    assert ids == "[59, 60, 61]"
+    assert line.isdecimal(), line
+    assert wait_until_gone(int(line)), "the core outlived an ordinary exit"
 
 
 def test_killed_core_is_heard_of_within_a_second(model_folder):

@@ -157,5 +157,14 @@ def test_the_pool_is_sized_from_what_is_free_and_says_how_many_tokens_fit():
         num_blocks_that_fit(spec, limits, 8 * spec.block_bytes)
 
 
+def test_a_large_pool_has_a_round_number_of_blocks_so_that_a_later_start_finds_its_programs():
+    spec = KVCacheSpec(3, 2, 16, 4, jnp.dtype(jnp.bfloat16))
+    fits = {n: num_blocks_that_fit(spec, BatchLimits(4, 30, 4), n * spec.block_bytes) for n in range(66000, 66600, 7)}
+    assert len(set(fits.values())) <= 4
+    assert all(0.99 * n < fits[n] <= n for n in fits)
+    limits = BatchLimits(4, 4 * 66000, 4)  # one request takes nearly all of it: nothing to spare
+    assert num_blocks_that_fit(spec, limits, 66001 * spec.block_bytes) == 66001
+
+
 def test_workspace_of_the_largest_program_is_measured_without_a_pool(runner):
     assert runner.workspace_bytes() > 128 * HIDDEN * 4
