@@ -3,6 +3,7 @@
 import gc
 import sys
 import time
+import tracemalloc
 
 import pytest
 
@@ -11,6 +12,7 @@ from scheduler.buckets import powers_of_two
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from scheduler.plan import Planner, StepPlan
+from scheduler.request import RequestStatus
 from scheduler.scheduler import Scheduler, make_scheduler
 from tests.scheduler.requests_for_tests import make_request
 
@@ -95,3 +97,22 @@ def test_a_request_among_many_costs_no_more_than_among_few(async_scheduling: boo
             seconds.append(time.thread_time() - start)
         per_request[num_running] = min(seconds) / num_running
     assert per_request[1500] <= 2.5 * per_request[150]
+
+
+def test_a_waiting_request_holds_its_tokens_and_little_else_and_an_aborted_one_nothing():
+    num_requests, num_tokens = 400, 1999
+    scheduler = make_scheduler(SchedulerConfig(1, 64, 8192), CacheConfig(16, 1000))
+    prompts = [[100 + index] * num_tokens for index in range(num_requests)]
+    names = [f"r{index}" for index in range(num_requests)]
+    tracemalloc.start()
+    try:
+        for name, prompt in zip(names, prompts, strict=True):
+            scheduler.add_request(make_request(name, prompt))
+        waiting = tracemalloc.get_traced_memory()[0] / num_requests
+        scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+        scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput())
+        left = tracemalloc.get_traced_memory()[0] / num_requests
+    finally:
+        tracemalloc.stop()
+    assert waiting <= 4 * num_tokens + 1500
+    assert left <= 200  # tables of dicts that do not shrink
