@@ -4,8 +4,8 @@
     python scripts/simulate.py --synthetic requests=2000 rate=8 prompt=1000 output=200 --cost measured.json
 
 The trace is an Azure CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or a Mooncake JSONL file. --cost is a JSON file of
-measured steps, {"samples": [{"kind", "T", "R", "context_tokens", "ms"}, ...]}; without it a roofline guess stands in
-(8B bfloat16 weights on one H200).
+measured steps, {"samples": [{"kind", "T", "R", "context_tokens", "ms"}, ...]}, or of scripts/compare_buckets.py --json;
+without it a roofline guess stands in (8B bfloat16 weights on one H200).
 """
 
 import argparse
