@@ -4,7 +4,6 @@ import logging
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from tqdm import tqdm
 
@@ -62,18 +61,18 @@ class DeviceExecutor:
         sizes = GPU_MIN_SIZES if device.platform == "gpu" else {}
         policy = powers_of_two(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, **sizes)
         backend = choose_backend(config.attention_backend, device, model_config, limits)
-        spec = KVCacheSpec(
-            num_layers=model_config.num_layers,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            block_size=config.memory.block_size,
-            dtype=jnp.dtype(model_config.dtype),
-        )
         model = get_model_class(model_config.architecture)(model_config)
         runner = ModelRunner(
             lambda traced: bind(model, traced),  # pyright: ignore[reportArgumentType]
             _load(config, source, param_specs(model), mesh),
-            RunnerConfig(limits, policy, spec, model_config.num_heads, backend, mesh),
+            RunnerConfig(
+                limits,
+                policy,
+                KVCacheSpec.of_model(model_config, limits.block_size),
+                model_config.num_heads,
+                backend,
+                mesh,
+            ),
         )
         num_blocks = _num_blocks(config, runner, device)
         runner.initialize_kv_cache(num_blocks)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxvllm.model_config import ModelConfig
 from scheduler.batch import BatchLimits
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,11 @@ class KVCacheSpec:
     head_dim: int
     block_size: int
     dtype: np.dtype
+
+    @classmethod
+    def of_model(cls, config: ModelConfig, block_size: int) -> "KVCacheSpec":
+        """The pool of a model, in the model's dtype."""
+        return cls(config.num_layers, config.num_kv_heads, config.head_dim, block_size, jnp.dtype(config.dtype))
 
     @property
     def block_bytes(self) -> int:
