@@ -95,6 +95,7 @@ def test_no_program_copies_anything_of_the_cache_s_shape(llama):
         of_the_cache = f"f32[{','.join(map(str, shape))}]"
         loops = [line for line in text.splitlines() if " while(" in line]
         assert any(of_the_cache in line for line in loops), "the loop over the layers carries the cache"
+        assert f"f32[{key.R},264]" in text and (key.T == key.R or f"f32[{key.T},264]" not in text), "logits of R rows"
         # In any shape, and a layer of it too, which would be copied once a layer.
         assert all(math.prod(copied) < math.prod(shape[1:]) for copied in copied_shapes(text)), key
         assert program.memory_analysis().alias_size_in_bytes >= cache_bytes, key
