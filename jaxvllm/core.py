@@ -101,7 +101,8 @@ class EngineCore:
         """Schedule and dispatch a step, and take the result of the oldest one unless more may be dispatched first.
 
         Args:
-          read_inputs: called between the wait for a result and its use, so that an abort that came meanwhile counts.
+          read_inputs: takes in what the callers have sent; called between the wait for a result and its use, so that
+            an abort that came meanwhile counts. Never called twice, and not in a call that only fills the pipeline.
 
         Returns: what the callers are to hear; None if the step only filled the pipeline.
         """
@@ -113,6 +114,7 @@ class EngineCore:
                 if len(self._in_flight) < self._depth:
                     return self._with_rejected(None)
             elif not self._in_flight:
+                read_inputs()
                 return self._with_rejected(self._scheduler.update_from_output(scheduler_output, ModelRunnerOutput()))
         if not self._in_flight:
             return self._with_rejected(None)

@@ -1,5 +1,6 @@
 """What crosses the border between the front end and the engine core: plain data, msgpack when they are processes."""
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ class EngineCoreRequest:
 
     Attributes:
       request_id: internal id, unique for ever.
+      prompt_token_ids: int32 (type code "i"): one piece of memory, where a list would be decoded number by number.
       sampling_params: n is 1, max_tokens and seed are set, stop_token_ids holds the model's further EOS ids.
       eos_token_id: the primary EOS; None: nothing but stop_token_ids ends the text.
       arrival_time: seconds since the epoch.
@@ -30,7 +32,7 @@ class EngineCoreRequest:
     """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: "array[int]"
     sampling_params: SamplingParams
     eos_token_id: int | None = None
     arrival_time: float = 0.0
@@ -98,3 +100,16 @@ class CoreStart:
     config: EngineConfig
     log_level: str = "INFO"
     sys_path: list[str] = field(default_factory=list)
+
+
+def encode_array(value: Any) -> memoryview:
+    """For msgspec's encoders, which know no arrays: an int32 array as its bytes."""
+    if isinstance(value, array) and value.typecode == "i":
+        return memoryview(value).cast("B")
+    raise NotImplementedError(f"{type(value).__name__} is no type of message")
+
+
+def decode_array(kind: Any, value: bytes) -> "array[int]":
+    """For msgspec's decoders: the counterpart of encode_array, on the same machine."""
+    assert kind is array or getattr(kind, "__origin__", None) is array, kind
+    return array("i", value)

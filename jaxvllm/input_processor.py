@@ -5,6 +5,7 @@ import operator
 import random
 import secrets
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,10 +91,11 @@ class InputProcessor:
         self._check_params(params, len(parsed.token_ids))
         arrival_time = time.time() if arrival_time is None else arrival_time
         caller = CallerRequest(request_id, parsed.text, parsed.token_ids, params, RequestMetrics(arrival_time))
+        int32_ids = array("i", parsed.token_ids)
         children = [
             EngineCoreRequest(
                 request_id=self._internal_id(request_id, index, params.n),
-                prompt_token_ids=parsed.token_ids,
+                prompt_token_ids=int32_ids,
                 sampling_params=self._complete(params, index, len(parsed.token_ids)),
                 eos_token_id=self._model.eos_token_id,
                 arrival_time=arrival_time,

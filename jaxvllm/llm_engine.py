@@ -129,10 +129,9 @@ class LLMEngine:
         result = self._output_processor.process_outputs(outputs)
         if result.aborts:
             self._client.abort_requests(result.aborts)
-        if outputs.stats is not None:
-            self._stats.scheduler = outputs.stats
-        if self._stats_log is not None:
-            self._stats_log.tick()
+        if self._stats_log is not None and self._stats_log.is_due():
+            self._stats.scheduler = self._client.metrics().scheduler
+            self._stats_log.write()
         return result.request_outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -189,12 +188,14 @@ class _StatsLog:
         self._since = time.monotonic()
         self._num_prompt_tokens = self._num_generation_tokens = 0
 
-    def tick(self) -> None:
-        """Called after every step."""
+    def is_due(self) -> bool:
+        """Whether it is time for the next line."""
+        return time.monotonic() - self._since >= LOG_INTERVAL_S
+
+    def write(self) -> None:
+        """Write the line; the stats are those of now."""
         now = time.monotonic()
         elapsed = now - self._since
-        if elapsed < LOG_INTERVAL_S:
-            return
         stats, state = self._stats, self._stats.scheduler
         logger.info(
             "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs, "

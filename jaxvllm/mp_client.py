@@ -37,7 +37,7 @@ except ImportError as error:
         f"a core process needs msgspec and pyzmq ({error}): install them, or pass multiprocess=False."
     ) from error
 
-DEATH_CHECK_MS = 100
+DEATH_CHECK_MS = 100  # how long a wait for the core's messages lasts before it looks whether the core lives
 SHUTDOWN_S = 3.0
 MAX_SOCKET_DIR = 60  # an ipc path must stay below 108 characters
 
@@ -46,6 +46,7 @@ class MPClient:
     """The core in a child process (`python -m jaxvllm.core`). For one thread at a time."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=messages.encode_array)
         self._outputs_decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._pending: deque[EngineCoreOutputs] = deque()
         self._dead: str | None = None
@@ -56,6 +57,7 @@ class MPClient:
         self._requests, self._outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         self._requests.setsockopt(zmq.SNDHWM, 0)
         self._outputs.setsockopt(zmq.RCVHWM, 0)
+        self._outputs.setsockopt(zmq.RCVTIMEO, DEATH_CHECK_MS)
         addresses = [f"ipc://{folder}/{name}" for name in ("requests", "outputs")]
         self._requests.bind(addresses[0])
         self._outputs.bind(addresses[1])
@@ -131,7 +133,7 @@ class MPClient:
             self._read_last_words()
         if self._dead is not None:
             raise EngineDeadError(self._dead)
-        self._requests.send(kind + msgspec.msgpack.encode(body))
+        self._requests.send(kind + self._encoder.encode(body))
 
     def _send_start(self, line: bytes) -> None:
         assert self._process.stdin is not None
@@ -145,19 +147,21 @@ class MPClient:
         """The next message; raises EngineDeadError as soon as the core is known to be dead."""
         if self._dead is not None:
             raise EngineDeadError(self._dead)
-        while True:
-            is_gone = self._process.poll() is not None  # asked first: what it sent before its end is read below
-            if self._outputs.poll(DEATH_CHECK_MS):
+        message, is_gone = None, False
+        while message is None:
+            try:
                 message = self._outputs.recv()
-                kind, body = message[:1], memoryview(message)[1:]
-                if kind == messages.DEAD:
-                    failure = msgspec.msgpack.decode(body, type=CoreFailure)
-                    self._dead = _describe(failure)
-                    raise EngineDeadError(self._dead) from _remote_error(failure)
-                return kind, body
-            if is_gone:
-                self._dead = _describe_exit(self._process)
-                raise EngineDeadError(self._dead)
+            except zmq.Again:
+                if is_gone:  # and what it sent before its end has been read
+                    self._dead = _describe_exit(self._process)
+                    raise EngineDeadError(self._dead) from None
+                is_gone = self._process.poll() is not None
+        kind, body = message[:1], memoryview(message)[1:]
+        if kind == messages.DEAD:
+            failure = msgspec.msgpack.decode(body, type=CoreFailure)
+            self._dead = _describe(failure)
+            raise EngineDeadError(self._dead) from _remote_error(failure)
+        return kind, body
 
     def _read_last_words(self) -> None:
         try:

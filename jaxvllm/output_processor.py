@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from jaxvllm.core_messages import EngineCoreRequest
-from jaxvllm.detokenizer import Detokenizer, make_detokenizer
+from jaxvllm.detokenizer import Detokenizer, NoDetokenizer, make_detokenizer
 from jaxvllm.metrics import FrontEndStats
 from jaxvllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutputs
 from scheduler.outputs import EngineCoreOutputs, FinishedRequest
@@ -37,11 +37,17 @@ class CallerRequest:
 
 @dataclass(slots=True)
 class CompletionState:
-    """One completion while it runs: its tokens, its text, and what the caller has seen of them."""
+    """One completion while it runs: its tokens, its text, and what the caller has seen of them.
+
+    Attributes:
+      is_silent: neither text nor caller waits for a single token: they are only collected.
+    """
 
     request: CallerRequest
     index: int
     detokenizer: Detokenizer
+    is_silent: bool
+    last_token_time: float | None = None
     token_ids: list[int] = field(default_factory=list)
     num_sent_tokens: int = 0
 
@@ -71,8 +77,10 @@ class OutputProcessor:
         """Follow a request; children are its completions, in index order."""
         self._requests[request.request_id] = request
         for index, child in enumerate(children):
-            detokenizer = make_detokenizer(self._tokenizer, child.prompt_token_ids, child.sampling_params)
-            self._completions[child.request_id] = CompletionState(request, index, detokenizer)
+            detokenizer = make_detokenizer(self._tokenizer, request.prompt_token_ids, child.sampling_params)
+            is_final_only = request.params.output_kind is RequestOutputKind.FINAL_ONLY
+            is_silent = is_final_only and isinstance(detokenizer, NoDetokenizer)
+            self._completions[child.request_id] = CompletionState(request, index, detokenizer, is_silent)
             request.internal_ids.add(child.request_id)
 
     def internal_ids(self, request_ids: Iterable[str]) -> list[str]:
@@ -95,12 +103,17 @@ class OutputProcessor:
         """
         now = time.time()
         result = StepOutputs()
+        for internal_id, num_cached_tokens in outputs.num_cached_tokens.items():
+            self._note_first_token(internal_id, now, num_cached_tokens)
         for internal_id, token_id in zip(outputs.request_ids, outputs.new_token_ids, strict=True):
             state = self._completions.get(internal_id)
             if state is None:
                 continue  # ended by a stop string, or dropped, while the step ran
-            self._note_token(state, now, outputs.num_cached_tokens.get(internal_id))
             state.token_ids.append(token_id)
+            state.last_token_time = now
+            self._stats.num_generation_tokens += 1
+            if state.is_silent:
+                continue  # the hot path of a batch; its end comes below
             finished = outputs.finished.get(internal_id)
             stop_string = state.detokenizer.update(token_id, finished.finish_reason if finished else None)
             if stop_string is not None:
@@ -110,20 +123,18 @@ class OutputProcessor:
             self._emit(result, internal_id, state, finished, now)
         for internal_id, finished in outputs.finished.items():
             state = self._completions.get(internal_id)
-            if state is not None:  # an abort or an error: an end that brings no token
+            if state is not None:  # a silent one, or an end that brings no token: an abort, an error
                 state.detokenizer.finish()
                 self._emit(result, internal_id, state, finished, now)
         return result
 
-    def _note_token(self, state: CompletionState, now: float, num_cached_tokens: int | None) -> None:
-        request = state.request
-        if num_cached_tokens is not None and request.num_cached_tokens is None:
-            request.num_cached_tokens = num_cached_tokens
-        if request.metrics.first_token_time is None:
-            request.metrics.first_token_time = now
-            self._stats.num_prompt_tokens += len(request.prompt_token_ids)
-        request.metrics.last_token_time = now
-        self._stats.num_generation_tokens += 1
+    def _note_first_token(self, internal_id: str, now: float, num_cached_tokens: int) -> None:
+        state = self._completions.get(internal_id)
+        if state is None or state.request.metrics.first_token_time is not None:
+            return
+        state.request.num_cached_tokens = num_cached_tokens
+        state.request.metrics.first_token_time = now
+        self._stats.num_prompt_tokens += len(state.request.prompt_token_ids)
 
     def _emit(
         self,
@@ -145,6 +156,7 @@ class OutputProcessor:
             self._stats.count_finished(finished.finish_reason)
         elif kind is RequestOutputKind.FINAL_ONLY:
             return
+        request.metrics.last_token_time = state.last_token_time or request.metrics.last_token_time
         completion = _completion(state, finished, kind)
         outputs = [completion]
         if kind is RequestOutputKind.FINAL_ONLY:

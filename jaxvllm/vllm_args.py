@@ -59,6 +59,7 @@ _MODEL = {
     "model_impl": "auto",
     "served_model_name": None,
     "enable_prompt_embeds": False,
+    "enable_return_routed_experts": False,
     "quantization": None,
     "allow_deprecated_quantization": False,
     "quantization_config": None,

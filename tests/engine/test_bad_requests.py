@@ -1,10 +1,12 @@
-"""Case E02: requests with bad ids beside a running one, on a real model: refused by name, and nobody else notices."""
+"""Requests that cannot be served, beside a running one on a real model: refused by name, and nobody else notices."""
 
 import re
+from dataclasses import fields
 
 import pytest
 
 from jaxvllm import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from jaxvllm.input_processor import NOT_APPLIED
 
 PROMPT = [7, 201, 33, 5, 118]
 BAD_PROMPTS = [
@@ -53,10 +55,37 @@ def test_e02_bad_ids_are_refused_by_name_and_the_neighbour_equals_its_solo_run(e
                 assert output.request_id == "neighbour"
                 ids += output.outputs[0].token_ids
             if queue and len(ids) > 2:
-                prompt, fields, message = queue.pop(0)
+                prompt, bad_fields, message = queue.pop(0)
                 with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)):
-                    engine.add_request("bad", prompt, SamplingParams(**{"max_tokens": 3} | fields))
+                    engine.add_request("bad", prompt, SamplingParams(**{"max_tokens": 3} | bad_fields))
                 assert engine.get_num_unfinished_requests() == 1
         assert not queue, "the neighbour ran out before the bad requests did"
         runs.append(ids)
     assert runs[0] == runs[1] and len(set(runs[0])) > 5
+
+
+# Each has a test of its effect; a new field of SamplingParams goes here or into NOT_APPLIED.
+APPLIED = {
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens"),
+    *("min_tokens", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"),
+    *("include_stop_str_in_output", "skip_reading_prefix_cache"),
+}
+VALUES = {
+    "flat_logprobs": True,
+    "structured_outputs": {"regex": "a"},
+    "logit_bias": {7: 1.0},
+    "allowed_token_ids": [7],
+    "bad_words": ["x"],
+    "extra_args": {"a": 1},
+    "logprob_token_ids": [7],
+    "repetition_detection": {"min_count": 2},
+}
+
+
+def test_every_sampling_parameter_is_applied_or_refused_by_name(engine):
+    assert {field.name for field in fields(SamplingParams)} == APPLIED | set(NOT_APPLIED)
+    assert not APPLIED & set(NOT_APPLIED)
+    for name in NOT_APPLIED:
+        with pytest.raises(NotImplementedError, match=rf"sampling parameter {name}="):
+            engine.add_request("bad", PROMPT, SamplingParams(**{name: VALUES.get(name, 2)}))
+    assert not engine.has_unfinished_requests()

@@ -1,14 +1,15 @@
 import logging
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm.compile_cache import CompileAfterWarmupError
+from jaxvllm.compile_cache import CompileAfterWarmupError, CompileCache
 from jaxvllm.kv_cache import KVCacheSpec, num_blocks_that_fit
 from jaxvllm.model_runner import ModelRunner
 from scheduler.batch import BatchLimits
-from scheduler.buckets import explicit, one_shape
+from scheduler.buckets import BucketKey, explicit, one_shape
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.plan import Planner
 from scheduler.request import Request
@@ -145,6 +146,17 @@ def test_after_warm_up_nothing_compiles_and_strict_mode_refuses_what_is_missing(
     loop = Loop(limits, policy, runner)
     loop.add("a", [1, 2], 3)
     assert len(loop.run()["a"]) == 3 and runner.programs.num_late_compiles == 0
+
+
+def test_a_compile_after_warm_up_is_counted_and_warned_of(caplog):
+    cache = CompileCache(lambda key: jax.jit(lambda: 0).lower())
+    assert list(cache.compile_all(["admit"])) == ["admit"] and cache.num_late_compiles == 0
+    for _ in range(2):
+        cache.get(BucketKey("decode", 4, 4))
+    assert cache.num_late_compiles == 1
+    assert [(r.levelname, r.message.split(" in ")[0]) for r in caplog.records if "Compiled" in r.message] == [
+        ("WARNING", "Compiled decode(T=4, R=4) while serving,")
+    ]
 
 
 def test_the_pool_is_sized_from_what_is_free_and_says_how_many_tokens_fit():
