@@ -1,5 +1,6 @@
 """EngineCore: schedule, execute, update, with up to two steps in flight. `python -m jaxvllm.core` is its process."""
 
+import contextlib
 import importlib
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -132,8 +133,12 @@ class EngineCore:
         return CoreMetrics(self._scheduler.make_stats(), self._executor.metrics())
 
     def shutdown(self) -> None:
-        """Drop what is in flight and free the device."""
-        self._in_flight.clear()
+        """Wait for what is in flight and free the device."""
+        # A device thread that lets go of a step's buffers after Python's end takes the whole process down with abort().
+        while self._in_flight:
+            _, handle = self._in_flight.popleft()
+            with contextlib.suppress(Exception):  # nobody wants the result
+                handle.wait()
         self._executor.shutdown()
 
     def _with_rejected(self, outputs: EngineCoreOutputs | None) -> EngineCoreOutputs | None:

@@ -1,5 +1,6 @@
 """How the front end reaches the engine core: in this process, or in a child process over ZeroMQ."""
 
+import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxvllm.config import EngineConfig
@@ -59,6 +60,7 @@ class InprocClient:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._core: EngineCore | None = None
+        self._stop: weakref.finalize | None = None
         self._failure: Exception | None = None
 
     def wait_until_ready(self) -> EngineCoreInfo:
@@ -67,6 +69,7 @@ class InprocClient:
         from jaxvllm.core import EngineCore, make_executor  # a front end with a core process never imports the core
 
         self._core = EngineCore(self._config, make_executor(self._config))
+        self._stop = weakref.finalize(self, self._core.shutdown)  # also at the interpreter's end
         return self._core.info
 
     def add_requests(self, requests: list[EngineCoreRequest]) -> None:
@@ -101,9 +104,9 @@ class InprocClient:
 
     def shutdown(self) -> None:
         """See CoreClient."""
-        if self._core is not None:
-            self._core.shutdown()
-            self._core = None
+        self._core = None
+        if self._stop is not None:
+            self._stop()
 
     def _alive(self) -> Any:
         if self._failure is not None:

@@ -109,3 +109,13 @@ def test_abort_of_the_only_request_leaves_the_core_idle():
     core.abort_requests(["a"])
     assert drain(core) == ({}, {"a": "abort"})
     assert core.reset_prefix_cache()
+
+
+def test_shutdown_waits_for_every_step_in_flight():
+    core, executor = make_core()
+    add(core, "a", [1, 2, 3], max_tokens=9)
+    for _ in range(4):
+        core.step()
+    assert executor.events.count("go") > executor.events.count("wait") > 0
+    core.shutdown()
+    assert executor.events.count("go") == executor.events.count("wait")

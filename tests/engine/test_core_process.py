@@ -87,6 +87,20 @@ def test_killed_core_is_heard_of_within_a_second(model_folder):
                 call()
 
 
+def test_killed_core_with_a_real_model_is_heard_of_within_a_second(model_folder):
+    limits = {"max_model_len": 1024, "kv_cache_memory_bytes": 1 << 20, "max_num_seqs": 1, "max_num_batched_tokens": 4}
+    engine = Engine(model_folder, load_format="dummy", skip_tokenizer_init=True, device="cpu", **limits)
+    with engine:
+        engine.llm_engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=1000, ignore_eos=True))
+        assert engine.llm_engine.step()[0].outputs[0].token_ids
+        start = time.monotonic()
+        os.kill(core_pid(engine), signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+            while True:
+                engine.llm_engine.step()
+        assert time.monotonic() - start < DEATH_S
+
+
 @pytest.mark.parametrize("multiprocess", [True, False])
 def test_exception_in_the_core_reaches_the_caller_with_its_cause(model_folder, multiprocess):
     with make_engine(model_folder, "fails_at_step_3", multiprocess=multiprocess) as engine:

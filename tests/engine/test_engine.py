@@ -1,5 +1,6 @@
 """The Python API over a scripted executor (next token = last + 1), in one process."""
 
+import gc
 import itertools
 import json
 from pathlib import Path
@@ -183,6 +184,41 @@ def test_counts_of_params_and_priorities_must_match(engine):
         engine.generate(["A", "B"], priority=[1], use_tqdm=False)
     with pytest.raises(ValueError, match="scheduling_policy='priority'"):
         engine.generate("A", priority=[1], use_tqdm=False)
+
+
+def test_engine_in_process_that_is_dropped_waits_for_its_steps_in_flight(model_folder):
+    engine = make_engine(model_folder)
+    engine.llm_engine.add_request("a", [65], SamplingParams(max_tokens=50))
+    for _ in range(3):
+        engine.llm_engine.step()
+    in_flight = engine.llm_engine._client._core._in_flight
+    assert in_flight
+    del engine
+    gc.collect()
+    assert not in_flight
+
+
+def test_batch_without_text_shows_nothing_before_the_end(engine):
+    core = engine.llm_engine
+    params = SamplingParams(max_tokens=7, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    for request_id in ("a", "b"):
+        core.add_request(request_id, [65], params)
+    steps = []
+    while core.has_unfinished_requests():
+        steps.append(core.step())
+    assert len(steps) >= 7 and not any(steps[:-1]) and len(steps[-1]) == 2
+    for output in steps[-1]:
+        assert output.outputs[0].token_ids == list(range(66, 73))
+        metrics = output.metrics
+        assert metrics.arrival_time < metrics.first_token_time < metrics.last_token_time == metrics.finished_time
+
+
+@pytest.mark.parametrize("multiprocess", [True, False])
+def test_unsupported_architecture_is_refused_before_a_core_starts(tmp_path, monkeypatch, multiprocess):
+    monkeypatch.setattr("jaxvllm.llm_engine.make_client", lambda *args: pytest.fail("started a core"))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"], "d_model": 64}))
+    with pytest.raises(ValueError, match=r"MambaForCausalLM is not supported; supported are Gemma2.*LlamaForCausalLM"):
+        make_engine(tmp_path, multiprocess=multiprocess)
 
 
 def test_less_urgent_request_waits(model_folder):
