@@ -38,7 +38,7 @@ def choose_backend(requested: str | None, device: jax.Device, config: ModelConfi
     return "reference"
 
 
-def _no_kernels(device: jax.Device, config: ModelConfig, limits: BatchLimits) -> str | None:
+def _no_kernels(device: jax.Device, config: ModelConfig, limits: BatchLimits) -> str | None:  # pyright: ignore[reportInvalidTypeForm]
     """Why the Mosaic kernels cannot be used, None if they can."""
     if device.platform != "gpu":
         return f"the kernels need an NVIDIA GPU, this is a {device.platform.upper()}"
@@ -53,5 +53,5 @@ def _no_kernels(device: jax.Device, config: ModelConfig, limits: BatchLimits) ->
         block_size=limits.block_size,
         max_model_len=limits.max_model_len,
         sliding_window=config.sliding_window,
-        soft_cap=config.hf.get("attn_logit_softcapping"),
+        soft_cap=config.attention_soft_cap,
     )

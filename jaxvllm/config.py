@@ -7,6 +7,7 @@ import difflib
 import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from jaxvllm.device_probe import GpuInfo, has_cuda_plugin, has_nvidia_device, probe_gpu
@@ -19,6 +20,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 CPU_KV_CACHE_BYTES = 1 << 30
 LARGE_GPU_BYTES = 70 << 30
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+HOST_DEVICES_FLAG = "--xla_force_host_platform_device_count"
 DEFAULT_EXECUTOR = "jaxvllm.executor:make_executor"
 _DTYPES = {
     "auto": "auto",
@@ -36,7 +38,7 @@ class ModelLoadConfig:
 
     Attributes:
       model: local folder, GGUF file, hub id, or None for the default model.
-      dtype: "auto" is float32 on a CPU and the checkpoint's own on a GPU.
+      dtype: "auto" is float32 on a CPU and on a GPU the checkpoint's own, bfloat16 in the place of float32.
     """
 
     model: str | None = None
@@ -72,6 +74,7 @@ class EngineConfig:
       executor: "module:function" that makes the Executor from this config.
       seed: of requests that bring none; None: the operating system's entropy.
       attention_backend: None: chosen by the device.
+      tensor_parallel_size: devices that one model is spread over.
     """
 
     model: ModelLoadConfig = field(default_factory=ModelLoadConfig)
@@ -79,16 +82,28 @@ class EngineConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     device: Device = "cpu"
     attention_backend: str | None = None
+    tensor_parallel_size: int = 1
     executor: str = DEFAULT_EXECUTOR
     seed: int | None = 0
 
     def core_environment(self) -> dict[str, str]:
-        """Variables that the core's process needs before JAX starts, where the caller's environment has none."""
-        wanted = {"JAX_PLATFORMS": "cpu"} if self.device == "cpu" else {}
-        has_fraction = "XLA_CLIENT_MEM_FRACTION" in os.environ or "XLA_PYTHON_CLIENT_MEM_FRACTION" in os.environ
-        if self.device == "gpu" and not has_fraction:
+        """Variables that the core's process needs before JAX starts, where the caller's environment has none.
+
+        XLA_FLAGS alone is extended: the caller's flags stay in front.
+        """
+        if self.device == "cpu":
+            return _missing_in_environment({"JAX_PLATFORMS": "cpu"}) | self._host_devices_environment()
+        wanted = {"JAX_COMPILATION_CACHE_DIR": str(_cache_folder() / "xla")}
+        if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
             wanted["XLA_CLIENT_MEM_FRACTION"] = f"{self.memory.gpu_memory_utilization:.4f}"
-        return {name: value for name, value in wanted.items() if name not in os.environ}
+        return _missing_in_environment(wanted)
+
+    def _host_devices_environment(self) -> dict[str, str]:
+        """One CPU as tensor_parallel_size devices, unless the caller's flags say how many there are."""
+        flags = os.environ.get("XLA_FLAGS", "")
+        if self.tensor_parallel_size == 1 or HOST_DEVICES_FLAG in flags:
+            return {}
+        return {"XLA_FLAGS": f"{flags} {HOST_DEVICES_FLAG}={self.tensor_parallel_size}".strip()}
 
     def core_process_environment(self, package_root: str | None) -> dict[str, str]:
         """The whole environment of the core's process; package_root is put in front of its import path."""
@@ -142,6 +157,7 @@ class EngineArgs:
     override_generation_config: dict[str, Any] | None = None
     chat_template: str | None = None
     attention_backend: str | None = None
+    tensor_parallel_size: int = 1
     disable_log_stats: bool = True
     device: str = "auto"
     multiprocess: bool | None = None
@@ -175,7 +191,13 @@ class EngineArgs:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {_words(allowed)}.")
-        for name in ("max_model_len", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs"):
+        for name in (
+            "max_model_len",
+            "kv_cache_memory_bytes",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "tensor_parallel_size",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1; leave it out for the default.")
@@ -204,9 +226,16 @@ class EngineArgs:
         Args:
           max_position_embeddings: the longest context the model knows.
 
-        Raises: ValueError if max_model_len exceeds it, or limits contradict each other.
+        Raises:
+          ValueError: max_model_len exceeds it, or limits contradict each other.
+          NotImplementedError: tensor_parallel_size above 1 on GPUs.
         """
         device = find_device() if self.device == "auto" else self.device
+        if device == "gpu" and self.tensor_parallel_size > 1:
+            raise NotImplementedError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is not supported on GPUs yet: leave it out "
+                "(device='cpu' can split a model over devices of the host)."
+            )
         return EngineConfig(
             model=ModelLoadConfig(
                 model=self.model,
@@ -222,6 +251,7 @@ class EngineArgs:
             memory=self._memory_config(device),
             device=device,  # type: ignore[arg-type]  # checked against Device
             attention_backend=self.attention_backend,
+            tensor_parallel_size=self.tensor_parallel_size,
             executor=self.executor,
             seed=self.seed,
         )
@@ -259,6 +289,15 @@ class EngineArgs:
             kv_cache_bytes=CPU_KV_CACHE_BYTES if fixed is None and device == "cpu" else fixed,
             gpu_memory_utilization=self.gpu_memory_utilization,
         )
+
+
+def _missing_in_environment(wanted: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _cache_folder() -> Path:
+    """Where this user's programs keep what they can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxvllm"
 
 
 def log_level() -> str:

@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from scheduler.batch import BatchLimits
 from scheduler.records import RECORD_WIDTH
@@ -23,19 +24,17 @@ class DeviceState:
     records: jax.Array  # i32[max_num_seqs, RECORD_WIDTH] see scheduler.records
 
     @staticmethod
-    def shapes(limits: BatchLimits) -> "DeviceState":
+    def shapes(limits: BatchLimits, sharding: Sharding | None = None) -> "DeviceState":
         """The same tree with ShapeDtypeStructs as leaves."""
         rows = limits.max_num_seqs
-        return DeviceState(
-            jax.ShapeDtypeStruct((rows, limits.max_blocks), jnp.int32),  # pyright: ignore[reportArgumentType]
-            jax.ShapeDtypeStruct((rows,), jnp.int32),  # pyright: ignore[reportArgumentType]
-            jax.ShapeDtypeStruct((rows, RECORD_WIDTH), jnp.int32),  # pyright: ignore[reportArgumentType]
-        )
+        shapes = ((rows, limits.max_blocks), (rows,), (rows, RECORD_WIDTH))
+        return DeviceState(*(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes))  # pyright: ignore[reportArgumentType]
 
     @staticmethod
-    def zeros(limits: BatchLimits) -> "DeviceState":
+    def zeros(limits: BatchLimits, sharding: Sharding | None = None) -> "DeviceState":
         """All rows empty."""
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), DeviceState.shapes(limits))
+        shapes = DeviceState.shapes(limits)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), shapes)
 
     def admit(self, admits: jax.Array) -> "DeviceState":
         """Rewrite rows in full.

@@ -1,20 +1,21 @@
-"""The Executor of one device: finds and loads the model, sizes the KV pool, plans steps and runs them."""
+"""The Executor: finds and loads the model, sizes the KV pool, plans steps and runs them."""
 
 import logging
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxvllm.attention_backend import choose_backend
 from jaxvllm.config import EngineConfig
-from jaxvllm.kv_cache import KVCacheSpec, free_device_bytes, num_blocks_that_fit
-from jaxvllm.layers.parameter import ParamSpec, bind, param_specs, unstack_small
+from jaxvllm.kv_cache import GIB, KVCacheSpec, free_device_bytes, num_blocks_that_fit
+from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_specs, unstack_small
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.model_runner import ModelRunner, RunnerConfig, StepHandle
 from jaxvllm.model_source import ModelSource, resolve
 from jaxvllm.models.registry import MODELS, get_model_class
+from jaxvllm.parallel import make_mesh
 from jaxvllm.weights.dummy import dummy_params
 from jaxvllm.weights.load import load_params
 from scheduler.batch import BatchLimits
@@ -24,12 +25,13 @@ from scheduler.plan import Planner
 
 logger = logging.getLogger(__name__)
 
-MIN_GPU_DECODE_SIZE = 8  # see powers_of_two
+# See powers_of_two.
+GPU_MIN_SIZES = {"min_decode_size": 8, "min_mixed_size": 256}
 ALLOCATOR_SLACK_BYTES = 512 << 20  # what fragmentation and small buffers may take of the device's memory pool
 
 
 class DeviceExecutor:
-    """Runs one model on one device. `initialize` does the slow part."""
+    """Runs one model on one device, or split over some. `initialize` does the slow part."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Remember the config; nothing is loaded yet."""
@@ -45,36 +47,32 @@ class DeviceExecutor:
           RuntimeError: JAX finds no device of the configured kind.
         """
         config = self._config
-        device = _device(config)
+        mesh = _mesh(config)
+        device = mesh.devices.flat[0]
         source = resolve(
             config.model.model,
             revision=config.model.revision,
             download_dir=config.model.download_dir,
             supported=MODELS,
         )
-        model_config = _with_dtype(source.config, config.model.dtype)
+        model_config = with_dtype(source.config, config.model.dtype, device.platform)
         scheduler = config.scheduler
         limits = BatchLimits(scheduler.max_num_seqs, scheduler.max_model_len, config.memory.block_size)
-        policy = powers_of_two(
-            scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
-            min_decode_size=MIN_GPU_DECODE_SIZE if device.platform == "gpu" else 1,
-        )
+        sizes = GPU_MIN_SIZES if device.platform == "gpu" else {}
+        policy = powers_of_two(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, **sizes)
         backend = choose_backend(config.attention_backend, device, model_config, limits)
-        spec = KVCacheSpec(
-            num_layers=model_config.num_layers,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            block_size=config.memory.block_size,
-            dtype=jnp.dtype(model_config.dtype),
-        )
         model = get_model_class(model_config.architecture)(model_config)
-        specs = param_specs(model)
-        params = _load(config, source, specs)
         runner = ModelRunner(
             lambda traced: bind(model, traced),  # pyright: ignore[reportArgumentType]
-            unstack_small(params, specs) if device.platform == "gpu" else params,
-            RunnerConfig(limits, policy, spec, model_config.num_heads, backend),
+            _load(config, source, param_specs(model), mesh),
+            RunnerConfig(
+                limits,
+                policy,
+                KVCacheSpec.of_model(model_config, limits.block_size),
+                model_config.num_heads,
+                backend,
+                mesh,
+            ),
         )
         num_blocks = _num_blocks(config, runner, device)
         runner.initialize_kv_cache(num_blocks)
@@ -110,27 +108,40 @@ def make_executor(config: EngineConfig) -> DeviceExecutor:
     return DeviceExecutor(config)
 
 
-def _device(config: EngineConfig) -> jax.Device:
-    device = jax.devices()[0]
-    if device.platform != config.device:
+def with_dtype(model_config: ModelConfig, dtype: str, platform: str) -> ModelConfig:
+    """The config with the dtype that is served.
+
+    "auto" is the checkpoint's own, but as in vLLM a GPU computes in bfloat16 where that is float32 or not said.
+    """
+    if dtype == "auto":
+        dtype = "bfloat16" if platform == "gpu" and model_config.dtype == "float32" else model_config.dtype
+    if dtype != model_config.dtype:
+        logger.info("Serving in %s (the checkpoint's dtype is %s)", dtype, model_config.dtype)
+    return replace(model_config, dtype=dtype)
+
+
+def _mesh(config: EngineConfig) -> Mesh:
+    devices = jax.devices()
+    if devices[0].platform != config.device:
         raise RuntimeError(
-            f"device={config.device!r} was asked for, but JAX runs on {device.platform!r}: install the package with "
-            "the extra cuda12 or cuda13 for a GPU, or set device='cpu'."
+            f"device={config.device!r} was asked for, but JAX runs on {devices[0].platform!r}: install the package "
+            "with the extra cuda12 or cuda13 for a GPU, or set device='cpu'."
         )
-    return device
+    return make_mesh(devices, config.tensor_parallel_size)
 
 
-def _with_dtype(model_config: ModelConfig, dtype: str) -> ModelConfig:
-    return model_config if dtype == "auto" else replace(model_config, dtype=dtype)
-
-
-def _load(config: EngineConfig, source: ModelSource, specs: dict[str, ParamSpec]) -> dict[str, jax.Array]:
+def _load(config: EngineConfig, source: ModelSource, specs: dict[str, ParamSpec], mesh: Mesh) -> dict[str, Weight]:
+    """All weights, each where its declaration wants it, in the form that the layers of this device take."""
     if config.model.load_format == "dummy":
-        return dummy_params(specs, seed=config.model.seed)
-    return load_params(specs, source.open_checkpoint())
+        params = dummy_params(specs, seed=config.model.seed, sharding=lambda spec: spec.sharding(mesh))
+    else:
+        params = load_params(
+            specs, source.open_checkpoint(), put=lambda array, spec: jax.device_put(array, spec.sharding(mesh))
+        )
+    return unstack_small(params, specs) if config.device == "gpu" else {**params}
 
 
-def _num_blocks(config: EngineConfig, runner: ModelRunner, device: jax.Device) -> int:
+def _num_blocks(config: EngineConfig, runner: ModelRunner, device: jax.Device) -> int:  # pyright: ignore[reportInvalidTypeForm]
     """What was asked for, or what fits: into the fixed size, or into what weights and workspace leave."""
     memory = config.memory
     if memory.num_blocks is not None:
@@ -138,9 +149,11 @@ def _num_blocks(config: EngineConfig, runner: ModelRunner, device: jax.Device) -
     spec, limits = runner.config.kv_cache, runner.config.limits
     if memory.kv_cache_bytes is not None:
         return num_blocks_that_fit(spec, limits, memory.kv_cache_bytes)
+    # With async scheduling the workspace of a second step can be taken while the first one runs.
+    workspace = 2 * runner.workspace_bytes() + ALLOCATOR_SLACK_BYTES
+    # Read last: what loading and compiling left behind on the device is not free.
     free = free_device_bytes(device)
     if free is None:
         raise RuntimeError(f"{device} does not say how much memory is free: set kv_cache_memory_bytes.")
-    # With async scheduling the workspace of a second step can be taken while the first one runs.
-    workspace = 2 * runner.workspace_bytes() + ALLOCATOR_SLACK_BYTES
+    logger.info("Free memory %.2f GiB, of which %.2f GiB for two steps' workspace", free / GIB, workspace / GIB)
     return num_blocks_that_fit(spec, limits, free, workspace)

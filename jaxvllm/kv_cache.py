@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxvllm.model_config import ModelConfig
 from scheduler.batch import BatchLimits
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,11 @@ class KVCacheSpec:
     head_dim: int
     block_size: int
     dtype: np.dtype
+
+    @classmethod
+    def of_model(cls, config: ModelConfig, block_size: int) -> "KVCacheSpec":
+        """The pool of a model, in the model's dtype."""
+        return cls(config.num_layers, config.num_kv_heads, config.head_dim, block_size, jnp.dtype(config.dtype))
 
     @property
     def block_bytes(self) -> int:
@@ -55,7 +61,9 @@ def free_device_bytes(device: jax.Device) -> int | None:  # pyright: ignore[repo
 
 
 def num_blocks_that_fit(spec: KVCacheSpec, limits: BatchLimits, free_bytes: int, workspace_bytes: int = 0) -> int:
-    """How many blocks to allocate.
+    """How many blocks to allocate: what fits, less at most 1% so that small differences give the same number.
+
+    The number is part of every program: with another one, a later start would find none of them in JAX's cache.
 
     Args:
       spec: of the pool.
@@ -68,6 +76,7 @@ def num_blocks_that_fit(spec: KVCacheSpec, limits: BatchLimits, free_bytes: int,
     """
     pool_bytes = max(free_bytes - workspace_bytes, 0)
     num_blocks = pool_bytes // spec.block_bytes
+    num_blocks = max(num_blocks - num_blocks % _granularity(num_blocks), min(num_blocks, limits.max_blocks + 1))
     num_tokens = max(num_blocks - 1, 0) * spec.block_size
     if num_blocks - 1 < limits.max_blocks:
         needed = (limits.max_blocks + 1) * spec.block_bytes
@@ -81,3 +90,8 @@ def num_blocks_that_fit(spec: KVCacheSpec, limits: BatchLimits, free_bytes: int,
     concurrency = (num_blocks - 1) / limits.max_blocks
     logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{limits.max_model_len:,}", concurrency)
     return num_blocks
+
+
+def _granularity(num_blocks: int) -> int:
+    """The power of two of which less than 1% is lost by rounding down."""
+    return 1 << max(num_blocks.bit_length() - 8, 0)

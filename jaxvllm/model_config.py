@@ -30,11 +30,17 @@ _GEMMA_DEFAULTS: Mapping[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
     "sliding_window": 4096,
 }
+_WITH_SOFT_CAPS = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
 _ARCHITECTURE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
     "Qwen2ForCausalLM": {"attention_bias": True, "max_position_embeddings": 32768, "max_window_layers": 28},
     "Qwen3ForCausalLM": {"head_dim": 128, "max_position_embeddings": 32768, "max_window_layers": 28},
-    "Gemma2ForCausalLM": {**_GEMMA_DEFAULTS, "max_position_embeddings": 8192},
+    "Gemma2ForCausalLM": {
+        **_GEMMA_DEFAULTS,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
     "Gemma3ForCausalLM": {**_GEMMA_DEFAULTS, "max_position_embeddings": 131072, "rope_theta": 1_000_000.0},
     "Phi3ForCausalLM": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     "OPTForCausalLM": {
@@ -70,6 +76,8 @@ class ModelConfig:
       attention_output_bias: the output projection has one.
       sliding_window: how many tokens a sliding-attention layer sees (itself included); None without such layers.
       layer_types: "full_attention" or "sliding_attention", one a layer.
+      attention_soft_cap, logit_soft_cap: x becomes cap * tanh(x / cap), for the attention scores and for the logits
+        (Gemma); None: as it is.
       dtype: dtype of the stored weights by the file: "bfloat16", "float16" or "float32".
       eos_token_ids: all that config.json lists, first one first; ModelSource.eos_ids() is what generation obeys.
       hf: the raw dict, for what one family alone needs.
@@ -94,6 +102,8 @@ class ModelConfig:
     max_position_embeddings: int = 2048
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
     dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -151,6 +161,8 @@ class ModelConfig:
             max_position_embeddings=max_positions,
             sliding_window=sliding_window,
             layer_types=layer_types,
+            attention_soft_cap=_soft_cap(fields, architecture, "attn_logit_softcapping"),
+            logit_soft_cap=_soft_cap(fields, architecture, "final_logit_softcapping"),
             dtype=_dtype(fields),
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
             eos_token_ids=fields.token_ids("eos_token_id"),
@@ -161,10 +173,11 @@ class ModelConfig:
 def _architecture(hf: Mapping[str, Any], supported: Collection[str] | None, origin: str) -> str:
     """The first listed architecture that is supported."""
     names = hf.get("architectures")
+    known = f" (supported are {', '.join(sorted(supported))})" if supported else ""
     if not isinstance(names, list | tuple) or not names or not all(isinstance(n, str) for n in names):
         raise ValueError(
             f'{origin}: field "architectures" must list the model\'s class, got {names!r}; '
-            'add e.g. "architectures": ["LlamaForCausalLM"]'
+            f'add e.g. "architectures": ["LlamaForCausalLM"]{known}'
         )
     if supported is None:
         return names[0]
@@ -229,6 +242,13 @@ def _listed_layer_types(listed: Any, num_layers: int, window: int | None, origin
     if SLIDING_ATTENTION in listed and window is None:
         raise ValueError(f'{origin}: "layer_types" has sliding_attention but "sliding_window" is not set; add it')
     return tuple(listed)
+
+
+def _soft_cap(fields: ConfigFields, architecture: str, key: str) -> float | None:
+    """None where the file says null, and in families whose model has no caps, whatever a file says."""
+    if architecture not in _WITH_SOFT_CAPS or fields.get(key) is None:
+        return None
+    return fields.number(key)
 
 
 def _dtype(fields: ConfigFields) -> str:

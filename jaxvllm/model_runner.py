@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxvllm.compile_cache import CompileCache, ProgramKey, compiler_options
 from jaxvllm.device_state import DeviceState
 from jaxvllm.kv_cache import KVCacheSpec
+from jaxvllm.parallel import kv_cache_sharding, make_mesh, replicated
 from jaxvllm.step import Model, Params, admit_step, make_step
 from pallas_kernels import Backend
 from scheduler.batch import BatchLimits
@@ -34,6 +36,7 @@ class RunnerConfig:
       kv_cache: layout of the pool.
       num_heads: query heads of the model; the attention kernels' work is cut by them.
       backend: of the attention ops.
+      mesh: the devices; None for the first one alone.
       strict_compile: a compile after warm-up is an error.
       num_compile_threads: used by warm_up, at most one a CPU.
     """
@@ -43,6 +46,7 @@ class RunnerConfig:
     kv_cache: KVCacheSpec
     num_heads: int
     backend: Backend = "reference"
+    mesh: Mesh | None = None
     strict_compile: bool = False
     num_compile_threads: int = MAX_COMPILE_THREADS
 
@@ -85,7 +89,7 @@ class ModelRunner:
 
         Args:
           bind: gives the model that uses the (traced) parameters it is called with.
-          params: the weights, by parameter name.
+          params: the weights, by parameter name, on the mesh.
           config: see RunnerConfig.
         """
         self.config = config
@@ -94,22 +98,28 @@ class ModelRunner:
         self._num_blocks = 0
         self.kv_cache: jax.Array | None = None
         self.device_state: DeviceState | None = None
-        self._compiler_options = compiler_options(jax.tree.leaves(params)[0].devices().pop().platform)
+        mesh = config.mesh or make_mesh(jax.devices())
+        self._replicated = replicated(mesh)
+        self._pool_sharding = kv_cache_sharding(mesh, config.kv_cache.num_kv_heads)
+        self._compiler_options = compiler_options(mesh.devices.flat[0].platform)
         self.programs = CompileCache(self._lower, self._compiler_options, config.strict_compile)
 
     def workspace_bytes(self) -> int:
-        """Device bytes that the largest program needs beside weights and pool; compiles it for a pool of two blocks."""
+        """Device bytes that the largest program needs beside weights and pool; compiles it for a pool of two blocks.
+
+        Raises: RuntimeError if the compiler does not say.
+        """
         lowered = self._lower_step(self.config.policy.keys()[0], num_blocks=2)
         analysis = lowered.compile(compiler_options=self._compiler_options or None).memory_analysis()
         if analysis is None:
-            return 0
+            raise RuntimeError("the compiler does not say what memory a step needs: set kv_cache_memory_bytes.")
         return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool and empty rows."""
         self._num_blocks = num_blocks
-        self.kv_cache = self.config.kv_cache.allocate(num_blocks)
-        self.device_state = DeviceState.zeros(self.config.limits)
+        self.kv_cache = self.config.kv_cache.allocate(num_blocks, self._pool_sharding)
+        self.device_state = DeviceState.zeros(self.config.limits, self._replicated)
 
     def program_keys(self) -> list[ProgramKey]:
         """All programs that serving can need, in the fixed order of lowering."""
@@ -137,17 +147,25 @@ class ModelRunner:
     def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
         if key == "admit":
             limits = self.config.limits
-            admits = jax.ShapeDtypeStruct((ADMITS_PER_STEP, admit_width(limits)), jnp.int32)
-            return jax.jit(admit_step, donate_argnums=0).lower(DeviceState.shapes(limits), admits)
+            jitted = jax.jit(admit_step, donate_argnums=0, out_shardings=self._replicated)
+            return jitted.lower(
+                DeviceState.shapes(limits, self._replicated), self._host_array(ADMITS_PER_STEP, admit_width(limits))
+            )
         return self._lower_step(key, self._num_blocks)
 
     def _lower_step(self, key: BucketKey, num_blocks: int) -> jax.stages.Lowered:
         config = self.config
         layout = PlanLayout.make(key, config.limits)
         params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), self._params)
-        kv_cache = jax.ShapeDtypeStruct(config.kv_cache.shape(num_blocks), config.kv_cache.dtype)
-        buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+        pool, pool_sharding = config.kv_cache, self._pool_sharding
+        kv_cache = jax.ShapeDtypeStruct(pool.shape(num_blocks), pool.dtype, sharding=pool_sharding)
+        device_state = DeviceState.shapes(config.limits, self._replicated)
         step = make_step(self._bind, key, layout, config.backend, config.num_heads)
         step.__name__ = f"step_{key.kind}_T{key.T}_R{key.R}"  # the name in profiles and dumps
-        jitted = jax.jit(step, donate_argnums=(1, 2))
-        return jitted.lower(params, kv_cache, DeviceState.shapes(config.limits), buffer)
+        out_shardings = (self._replicated, pool_sharding, self._replicated)
+        jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
+        return jitted.lower(params, kv_cache, device_state, self._host_array(layout.size))
+
+    def _host_array(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """An int32 array that comes from the host with every step."""
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._replicated)

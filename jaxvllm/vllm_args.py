@@ -10,7 +10,6 @@ from typing import Any
 _PARALLEL = {
     "distributed_executor_backend": None,
     "pipeline_parallel_size": 1,
-    "tensor_parallel_size": 1,
     "prefill_context_parallel_size": 1,
     "decode_context_parallel_size": 1,
     "dcp_comm_backend": "ag_rs",
@@ -60,6 +59,7 @@ _MODEL = {
     "model_impl": "auto",
     "served_model_name": None,
     "enable_prompt_embeds": False,
+    "enable_return_routed_experts": False,
     "quantization": None,
     "allow_deprecated_quantization": False,
     "quantization_config": None,

@@ -54,9 +54,9 @@ BUCKETS = (
 class StepSpecs:
     """Abstract arguments of the ops, [T, ...] first, for one bucket of one model."""
 
-    q: jax.ShapeDtypeStruct
-    k: jax.ShapeDtypeStruct
-    v: jax.ShapeDtypeStruct
+    qkv: jax.ShapeDtypeStruct
+    rope: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
+    norm_weight: jax.ShapeDtypeStruct
     kv_cache: jax.ShapeDtypeStruct
     slot_mapping: jax.ShapeDtypeStruct
     layer: jax.ShapeDtypeStruct
@@ -70,9 +70,9 @@ class StepSpecs:
 def step_specs(
     heads: HeadShape, bucket: Bucket, *, block_size: int = 16, max_model_len: int = 16384, num_blocks: int = 4096
 ) -> StepSpecs:
-    """The arguments of write_kv_cache and paged_attention in one bucket, bf16 and int32."""
+    """The arguments of rope_and_write_kv and paged_attention in one bucket, bf16 and int32."""
     tokens, rows = bucket.num_tokens, bucket.num_rows
-    new = (tokens, heads.num_kv_heads, heads.head_dim)
+    table = jax.ShapeDtypeStruct((tokens, heads.head_dim // 2), jnp.float32)
 
     def floats(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -81,9 +81,9 @@ def step_specs(
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     return StepSpecs(
-        q=floats(tokens, heads.num_heads, heads.head_dim),
-        k=floats(*new),
-        v=floats(*new),
+        qkv=floats(tokens, heads.num_kv_heads, heads.num_heads // heads.num_kv_heads + 2, heads.head_dim),
+        rope=(table, table),
+        norm_weight=floats(heads.head_dim),
         kv_cache=floats(28, num_blocks, 2, heads.num_kv_heads, block_size, heads.head_dim),
         slot_mapping=ints(tokens),
         layer=ints(),

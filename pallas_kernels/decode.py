@@ -22,7 +22,8 @@ from pallas_kernels.common import ATOM, COPIES_OF_WARPS, LOG2E, MIN_SCORE, Ref, 
 from pallas_kernels.tuning import DecodeConfig
 from pallas_kernels.work_lists import DecodeWork
 
-_COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)
+_COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+_WGMMA = plgpu.Layout.WGMMA
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _as_rows(q: jax.Array, statics: _Statics) -> jax.Array:
 
 def _across_rows(row: jax.Array, like: jax.Array) -> jax.Array:
     """[columns] -> like.shape."""
-    return lax.broadcast_in_dim(row, like.shape, [1])
+    return plgpu.layout_cast(lax.broadcast_in_dim(row, like.shape, [1]), _WGMMA)
 
 
 def _attend(statics: _Statics, *refs: Ref) -> None:
@@ -376,8 +377,8 @@ def _attend_tiles(
 
     def zero_values_beyond(slot: jax.Array, num_keys: jax.Array) -> None:
         # The weights there are 0, but 0 * NaN is NaN.
-        values = v_smem[slot]
-        key = lax.broadcasted_iota(jnp.int32, values.shape, 0)
+        values = plgpu.load(v_smem.at[slot], layout=_WGMMA)
+        key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=_WGMMA)
         v_smem[slot] = jnp.where(key < num_keys, values, jnp.zeros_like(values))
 
     def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -387,7 +388,7 @@ def _attend_tiles(
         plgpu.barrier_wait(k_full.at[slot])
         scores = scores_of(slot)
         plgpu.barrier_arrive(k_free.at[slot])
-        key = lax.broadcasted_iota(jnp.int32, (tile, columns), 0)
+        key = plgpu.broadcasted_iota(jnp.int32, (tile, columns), 0, layout=_WGMMA)
         scores = jnp.where(key < num_keys, scores * factor, MIN_SCORE)
         new_highest = jnp.maximum(highest, scores.max(axis=0))
         rescale = jnp.exp2(highest - new_highest)
@@ -403,9 +404,8 @@ def _attend_tiles(
         acc = tuple(a * _across_rows(rescale, a) + u for a, u in zip(acc, update, strict=True))
         return new_highest, total, acc
 
-    wgmma = plgpu.Layout.WGMMA
-    start = (full((columns,), MIN_SCORE, wgmma.reduce(0)), full((tile, columns), 0.0, wgmma))
-    zeros = tuple(full((64, columns), 0.0, wgmma) for _ in range(parts))
+    start = (full((columns,), MIN_SCORE, _WGMMA.reduce(0)), full((tile, columns), 0.0, _WGMMA))
+    zeros = tuple(full((64, columns), 0.0, _WGMMA) for _ in range(parts))
     highest, total, acc = lax.fori_loop(begin, end, step, (*start, zeros))
     total = total.sum(axis=0)
     total = jnp.where(total == 0, 1.0, total)
@@ -426,9 +426,8 @@ def _store_item(statics: _Statics, outs: list[jax.Array], item: jax.Array, o_sme
 def _store_zeros(statics: _Statics, num_tokens: jax.Array, o_smem: Ref, out_ref: Ref) -> None:
     """Zero the pad tokens [num_tokens, T), shared among the CTAs."""
     heads = max(n for n in range(1, statics.columns + 1) if statics.num_heads % n == 0)
-    wgmma = plgpu.Layout.WGMMA
     for part in range(statics.parts):
-        zeros = full((64, statics.columns), 0.0, wgmma).astype(statics.dtype)
+        zeros = full((64, statics.columns), 0.0, _WGMMA).astype(statics.dtype)
         o_smem.at[:, pl.ds(part * 64, 64)].transpose((1, 0))[...] = zeros
     plgpu.commit_smem()
     first = num_tokens + lax.axis_index("cta")
@@ -459,8 +458,11 @@ def _merge_item(
         inside = [jnp.where(cta <= last, 0.0, MIN_SCORE).astype(jnp.float32) for cta in ctas]
         ctas = [jnp.minimum(cta, last) for cta in ctas]
         slots = [2 * cta + jnp.where(cta == first, 1, 0) for cta in ctas]
-        lses = [plgpu.load(partials_ref.at[slot, parts], optimized=False) for slot in slots]
-        outs = [[plgpu.load(partials_ref.at[slot, p], optimized=False) for p in range(parts)] for slot in slots]
+        lses = [plgpu.load(partials_ref.at[slot, parts], layout=_WGMMA, optimized=False) for slot in slots]
+        outs = [
+            [plgpu.load(partials_ref.at[slot, p], layout=_WGMMA, optimized=False) for p in range(parts)]
+            for slot in slots
+        ]
         lses = [lse + bias for lse, bias in zip(lses, inside, strict=True)]
         new_highest = functools.reduce(jnp.maximum, lses, highest)
         rescale = jnp.exp2(highest - new_highest)
@@ -474,9 +476,9 @@ def _merge_item(
         )
         return new_highest, weight, acc
 
-    shape, wgmma = (64, statics.columns), plgpu.Layout.WGMMA
-    zeros = tuple(full(shape, 0.0, wgmma) for _ in range(parts))
-    start = (full(shape, MIN_SCORE, wgmma), full(shape, 0.0, wgmma), zeros)
+    shape = (64, statics.columns)
+    zeros = tuple(full(shape, 0.0, _WGMMA) for _ in range(parts))
+    start = (full(shape, MIN_SCORE, _WGMMA), full(shape, 0.0, _WGMMA), zeros)
     _, weight, acc = lax.fori_loop(0, div(last - first + unroll, unroll), body, start)
     _store_item(statics, [a / weight for a in acc], item, o_smem, out_ref)
 

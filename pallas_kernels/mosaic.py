@@ -5,10 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import write
+from pallas_kernels import rope_write
 from pallas_kernels.common import plgpu
 from pallas_kernels.decode import paged_decode
 from pallas_kernels.prefill import paged_prefill
+from pallas_kernels.reference_rope_write import HeadNorm, norm_and_rotate
 from pallas_kernels.tuning import AttentionConfig, attention_config
 from pallas_kernels.validation import Backend, Kind
 from pallas_kernels.work_lists import AttentionWork, cut_attention_work
@@ -168,15 +169,23 @@ def attend(
     )
 
 
-def write_kv_cache(
-    k: jax.Array,
-    v: jax.Array,
+def rope_and_write_kv(
+    qkv: jax.Array,
     kv_cache: jax.Array,
     slot_mapping: jax.Array,
     layer: jax.Array,
     *,
+    rope: tuple[jax.Array, jax.Array] | None,
+    norm: HeadNorm | None,
     backend: Backend,
-) -> jax.Array:
-    """See ops.write_kv_cache."""
+) -> tuple[jax.Array, jax.Array]:
+    """See ops.rope_and_write_kv. One kernel; where only a part of each head rotates, XLA does that beforehand."""
+    head_dim = qkv.shape[-1]
+    if qkv.dtype != jnp.bfloat16 or head_dim not in HEAD_DIMS:
+        what = f"dtype {qkv.dtype.name}, {head_dim=}: only bfloat16 and {HEAD_DIMS} have kernels"
+        raise NotImplementedError(f"{backend} KV write: {what}; use backend 'reference'")
+    if rope is not None and 2 * rope[0].shape[-1] != head_dim:
+        q, k, v = norm_and_rotate(qkv, rope, norm)
+        qkv, rope, norm = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2), None, None
     params = plgpu.InterpretGPUParams() if backend == "mosaic_gpu_interpret" else False
-    return write.write_kv_cache(k, v, kv_cache, slot_mapping, layer, interpret=params)
+    return rope_write.rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, rope=rope, norm=norm, interpret=params)

@@ -2,42 +2,49 @@
 
 import jax
 
-from pallas_kernels import mosaic, reference
+from pallas_kernels import mosaic, reference, reference_rope_write
+from pallas_kernels.reference_rope_write import HeadNorm
 from pallas_kernels.validation import Backend, Kind, check_attention, check_backend, check_write
 from pallas_kernels.work_lists import AttentionWork
 
 
-def write_kv_cache(
-    k: jax.Array,
-    v: jax.Array,
+def rope_and_write_kv(
+    qkv: jax.Array,
     kv_cache: jax.Array,
     slot_mapping: jax.Array,
     layer: jax.Array,
     *,
+    rope: tuple[jax.Array, jax.Array] | None = None,
+    norm: HeadNorm | None = None,
     backend: Backend = "reference",
-) -> jax.Array:
-    """Scatter the step's new keys and values into their cache slots.
+) -> tuple[jax.Array, jax.Array]:
+    """Norm and rotate the step's new queries and keys, and write keys and values into their cache slots.
 
     Args:
-      k, v: [T, K, H] new keys (rotated) and values, of the cache's dtype; rows past the real token count are pads.
+      qkv: [T, K, G + 2, H] of the cache's dtype: for each kv head its G query heads, its key, its value; rows past
+        the real token count are pads.
       kv_cache: [L, num_blocks, 2, K, block_size, H]; consumed: use the returned array.
       slot_mapping: i32[T] flat slot (block_id * block_size + offset) a token; pads hold 0, in the null block.
         Never -1: JAX wraps it to the last slot.
       layer: i32[] which layer's part of the cache to write.
+      rope: cos and sin, f32[T, rotated / 2] each, of the half-split layout; None rotates nothing.
+      norm: RMSNorm of the query and key heads, before the rotation; None norms nothing.
       backend: static; chosen once by the runner.
 
     Returns:
-      kv_cache, same shape and dtype, updated in place where the caller donated or carries it.
+      q [T, K * G, H], for paged_attention, and kv_cache, same shape and dtype, updated in place where the caller
+      donated or carries it. Norm and rotation are float32 and each is rounded to the dtype of qkv. What the null
+      block holds afterwards is not defined.
 
     Raises:
       ValueError: shapes or dtypes disagree, or the backend is unknown.
       NotImplementedError: the backend has no kernel for these arguments.
     """
     check_backend(backend)
-    check_write(k, v, kv_cache, slot_mapping, layer)
+    check_write(qkv, kv_cache, slot_mapping, layer, rope=rope, norm=norm)
     if backend == "reference":
-        return reference.write_kv_cache(k, v, kv_cache, slot_mapping, layer)
-    return mosaic.write_kv_cache(k, v, kv_cache, slot_mapping, layer, backend=backend)
+        return reference_rope_write.rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, rope=rope, norm=norm)
+    return mosaic.rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, rope=rope, norm=norm, backend=backend)
 
 
 def paged_attention(

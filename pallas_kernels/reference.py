@@ -1,4 +1,4 @@
-"""What the ops mean, in plain XLA: the CPU path, the path of GPUs without kernels, and the oracle of the tests.
+"""What paged_attention means, in plain XLA: on a CPU, on GPUs without kernels, and as the oracle of the tests.
 
 Nothing is sized by max_model_len: loops run over chunks of keys with a trip count taken from the lengths.
 Einsum letters: B rows  P pieces of a chunk of keys  S keys of a piece  K kv heads  M queries of one kv head  H head_dim
@@ -15,16 +15,6 @@ KEYS_PER_CHUNK = 128
 QUERIES_PER_TILE = 64
 # Finite, so that a row without any visible key has exp(score - max) that is masked rather than NaN.
 _MIN_SCORE = -1e30
-
-
-def write_kv_cache(
-    k: jax.Array, v: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array, layer: jax.Array
-) -> jax.Array:
-    """See ops.write_kv_cache. One scatter, in place when the cache is donated or a loop carry."""
-    block_size = kv_cache.shape[4]
-    block, offset = slot_mapping // block_size, slot_mapping % block_size
-    kv = jnp.stack([k, v], axis=1)
-    return kv_cache.at[layer, block, :, :, offset].set(kv, mode="drop")
 
 
 def paged_attention(

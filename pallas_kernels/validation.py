@@ -5,6 +5,8 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.reference_rope_write import HeadNorm
+
 Backend = Literal["reference", "mosaic_gpu", "mosaic_gpu_interpret"]
 Kind = Literal["decode", "mixed"]
 
@@ -32,16 +34,35 @@ def check_kv_cache(kv_cache: jax.Array) -> None:
     )
 
 
-def check_write(k: jax.Array, v: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array, layer: jax.Array) -> None:
-    """Raise ValueError if the arguments of write_kv_cache disagree."""
+def check_write(
+    qkv: jax.Array,
+    kv_cache: jax.Array,
+    slot_mapping: jax.Array,
+    layer: jax.Array,
+    *,
+    rope: tuple[jax.Array, jax.Array] | None,
+    norm: HeadNorm | None,
+) -> None:
+    """Raise ValueError if the arguments of rope_and_write_kv disagree."""
     check_kv_cache(kv_cache)
-    expected = (k.shape[0], kv_cache.shape[3], kv_cache.shape[5])
-    _require(k.shape == expected, f"k has shape {k.shape}, expected [T, K, H] = {expected} for {kv_cache.shape=}")
-    _require(v.shape == expected, f"v has shape {v.shape}, expected that of k, {expected}")
-    _require(k.dtype == v.dtype == kv_cache.dtype, f"dtypes differ: k {k.dtype}, v {v.dtype}, cache {kv_cache.dtype}")
-    _require(slot_mapping.shape == k.shape[:1], f"{slot_mapping.shape=} expected ({k.shape[0]},), one slot a token")
+    num_kv_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
+    _require(
+        qkv.ndim == 4 and qkv.shape[1::2] == (num_kv_heads, head_dim) and qkv.shape[2] > 2,
+        f"qkv has shape {qkv.shape}, expected [T, K, G + 2, H] with K = {num_kv_heads}, H = {head_dim} "
+        f"for {kv_cache.shape=}",
+    )
+    num_tokens = qkv.shape[0]
+    _require(qkv.dtype == kv_cache.dtype, f"dtypes differ: qkv {qkv.dtype}, cache {kv_cache.dtype}")
+    _require(slot_mapping.shape == (num_tokens,), f"{slot_mapping.shape=} expected ({num_tokens},), one slot a token")
     _require(layer.shape == (), f"{layer.shape=}, expected a scalar")
     _require_int32(slot_mapping=slot_mapping, layer=layer)
+    for table in rope or ():
+        _require(
+            table.ndim == 2 and len(table) == num_tokens and 2 * table.shape[1] <= head_dim,
+            f"a rope table has shape {table.shape}, expected [{num_tokens}, at most {head_dim // 2}]",
+        )
+    for weight in (norm.q_weight, norm.k_weight) if norm else ():
+        _require(weight.shape == (head_dim,), f"a norm weight has shape {weight.shape}, expected ({head_dim},)")
 
 
 def check_attention(

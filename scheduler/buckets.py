@@ -169,18 +169,21 @@ def powers_of_two(
     max_num_batched_tokens: int,
     max_programs: int = DEFAULT_MAX_PROGRAMS,
     min_decode_size: int = 1,
+    min_mixed_size: int = MIN_MIXED_TOKENS,
 ) -> BucketPolicy:
     """Sizes double. The smallest mixed sizes are left out until the policy fits max_programs.
 
     Args:
       min_decode_size: the smallest decode size. On a GPU 8: XLA turns products with a single row into multiply and
         reduce, with the whole product in memory (622 MB for the logits of Qwen3-0.6B), and uses matmuls above that.
+      min_mixed_size: the smallest T of mixed steps. On a GPU 256: below it a step costs the same, the time in which
+        the weights are read, and every program costs seconds at start.
 
     Raises:
       ValueError: max_programs is too small even for one mixed size.
     """
     decode = _powers(min_decode_size, max_num_seqs)
-    tokens = _powers(MIN_MIXED_TOKENS, max_num_batched_tokens)
+    tokens = _powers(min_mixed_size, max_num_batched_tokens)
     while len(decode) + len(_mixed_sizes(tokens, max_num_seqs)) > max_programs:
         tokens = tokens[1:]
         if not tokens:

@@ -5,6 +5,7 @@ a step is its bucket's own time plus a time for each context token, the same for
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,18 +86,39 @@ def fit(samples: Iterable[StepSample]) -> CostModel:
 
 
 def load_cost_model(path: str | Path) -> CostModel:
-    """Fit the model to a JSON file: {"samples": [{"kind", "T", "R", "context_tokens", "ms"}, ...]}.
+    """Fit the model to a JSON file of measured steps.
+
+    The file is {"samples": [{"kind", "T", "R", "context_tokens", "ms"}, ...]}, or what scripts/compare_buckets.py
+    --json writes: mean step times by bucket, their context unknown and so part of the bucket's own time.
 
     Raises:
-      ValueError: the file is not of that form; names the file and what is wrong.
+      ValueError: the file is of neither form; names the file and what is wrong.
     """
     try:
-        samples: list[dict[str, Any]] = json.loads(Path(path).read_text())["samples"]
-        return fit(
-            StepSample(BucketKey(row["kind"], row["T"], row["R"]), row["context_tokens"], row["ms"]) for row in samples
-        )
+        measured: dict[str, Any] = json.loads(Path(path).read_text())
+        read = _read_bucket_means if "results" in measured else _read_samples
+        return fit(read(measured))
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no step times: {error!r}") from error
+
+
+def _read_samples(measured: dict[str, Any]) -> list[StepSample]:
+    return [
+        StepSample(BucketKey(row["kind"], row["T"], row["R"]), row["context_tokens"], row["ms"])
+        for row in measured["samples"]
+    ]
+
+
+def _read_bucket_means(measured: dict[str, Any]) -> list[StepSample]:
+    samples = []
+    for result in measured["results"]:
+        for name, ms in result["step_ms"].items():
+            match = re.fullmatch(r"(decode|mixed)\(T=(\d+), R=(\d+)\)", name)
+            if match is None:
+                raise ValueError(f"{name!r} names no bucket")
+            kind, num_tokens, num_rows = match.groups()
+            samples.append(StepSample(BucketKey(kind, int(num_tokens), int(num_rows)), 0, ms))  # type: ignore[arg-type]
+    return samples
 
 
 def roofline(

@@ -5,6 +5,7 @@ with static slices, both by the same layout. A pad never points at anything real
 null block, has no row, and no negative index occurs (JAX wraps those).
 """
 
+import math
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -30,14 +31,14 @@ def admit_width(limits: BatchLimits) -> int:
 
 @dataclass(frozen=True)
 class PlanLayout:
-    """Offset and shape of each field in the buffer of one bucket; static, so it is part of the compiled program.
+    """Place and shape of each field in the buffer of one bucket; static, so it is part of the compiled program.
 
     Fields, all int32: header[len(HEADER)], input_ids[T], positions[T], slot_mapping[T], query_start_loc[R + 1],
     seq_lens[R], logits_indices[R], rows[R], needs_sample[R], block_appends[R + T // block_size, 3] and, in a mixed
     bucket, admits[ADMITS_PER_STEP, admit_width]. Each starts at a multiple of FIELD_ALIGNMENT.
     """
 
-    fields: dict[str, tuple[int, tuple[int, ...]]]
+    fields: dict[str, tuple[slice, tuple[int, ...]]]
     size: int
 
     @classmethod
@@ -61,16 +62,27 @@ class PlanLayout:
             shapes["admits"] = (ADMITS_PER_STEP, admit_width(limits))
         fields, offset = {}, 0
         for name, shape in shapes.items():
-            fields[name] = (offset, shape)
-            offset += -(-int(np.prod(shape)) // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
+            length = math.prod(shape)
+            fields[name] = (slice(offset, offset + length), shape)
+            offset += -(-length // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
         return cls(fields, offset)
 
     def unpack(self, buffer: Any) -> dict[str, Any]:
         """The fields of a buffer: views of a NumPy buffer, static slices of a traced one."""
         return {
-            name: buffer[offset : offset + int(np.prod(shape))].reshape(shape)
-            for name, (offset, shape) in self.fields.items()
+            name: buffer[where] if len(shape) == 1 else buffer[where].reshape(shape)
+            for name, (where, shape) in self.fields.items()
         }
+
+    def empty_buffer(self, no_row: int) -> np.ndarray:
+        """A buffer of pads alone; no_row is the row number that scatters drop."""
+        buffer = np.zeros(self.size, np.int32)
+        fields = self.unpack(buffer)
+        fields["rows"][:] = no_row
+        fields["block_appends"][:, 0] = no_row
+        if "admits" in fields:
+            fields["admits"][:, 0] = no_row
+        return buffer
 
 
 @dataclass(slots=True)
@@ -97,12 +109,16 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepRows:
-    """The requests of a step in row order: decode rows first. Arrays are i32[num_reqs]."""
+    """The requests of a step in row order: decode rows first. Arrays are i32[num_reqs].
+
+    num_known: tokens that the host knows (prompt, and outputs before a resume); later ones are on the device.
+    """
 
     request_ids: list[str]
     rows: np.ndarray
     num_computed: np.ndarray
     num_scheduled: np.ndarray
+    num_known: np.ndarray
     num_decodes: int
 
 
@@ -120,6 +136,7 @@ class Planner:
         self.batch = Batch(limits, seed)
         self._policy = policy
         self._layouts = {key: PlanLayout.make(key, limits) for key in policy.keys()}  # noqa: SIM118
+        self._empty = {key: layout.empty_buffer(limits.max_num_seqs) for key, layout in self._layouts.items()}
 
     def build(self, scheduler_output: SchedulerOutput) -> StepPlan | None:
         """Apply a SchedulerOutput to the batch and lay out its step; None if it schedules no token.
@@ -135,11 +152,10 @@ class Planner:
         num_reqs = len(step.request_ids)
         kind = "decode" if step.num_decodes == num_reqs else "mixed"
         key = self._policy.select(kind, num_tokens, num_reqs)
-        layout = self._layouts[key]
-        buffer = np.zeros(layout.size, np.int32)
-        fields = layout.unpack(buffer)
+        buffer = self._empty[key].copy()
+        fields = self._layouts[key].unpack(buffer)
         _fill_tokens(fields, step, self.batch, num_tokens)
-        needs_sample = _fill_rows(fields, step, self.batch, num_tokens)
+        needs_sample = _fill_rows(fields, step, num_tokens)
         overflow = _fill_changes(fields, changes, self.batch)
         fields["header"][:] = (num_tokens, num_reqs, step.num_decodes, len(changes.admitted), len(changes.appends))
         return StepPlan(key, buffer, overflow, step.request_ids, needs_sample, num_reqs, num_tokens)
@@ -169,6 +185,7 @@ def order_rows(scheduler_output: SchedulerOutput, batch: Batch, changes: BatchCh
         rows,
         np.fromiter(computed, np.int32, num_reqs),
         np.fromiter(counts, np.int32, num_reqs),
+        batch.num_known_tokens[rows],
         num_decodes,
     )
 
@@ -183,8 +200,10 @@ def _fill_tokens(fields: dict[str, np.ndarray], step: StepRows, batch: Batch, nu
         starts = np.cumsum(step.num_scheduled) - step.num_scheduled
         positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(step.num_computed - starts, step.num_scheduled)
     fields["positions"][:num_tokens] = positions
-    block_ids = batch.block_tables[token_rows, positions // block_size]
-    fields["slot_mapping"][:num_tokens] = block_ids * block_size + positions % block_size
+    block_indices, offsets = np.divmod(positions, block_size)
+    slots = batch.block_tables[token_rows, block_indices]
+    slots *= block_size
+    np.add(slots, offsets, out=fields["slot_mapping"][:num_tokens])
     _fill_input_ids(fields["input_ids"], step, batch)
 
 
@@ -192,8 +211,10 @@ def _fill_input_ids(input_ids: np.ndarray, step: StepRows, batch: Batch) -> None
     d = step.num_decodes
     input_ids[:d] = ON_DEVICE
     # The last token of a prompt may come alone: a decode row whose token the host knows.
-    for i in np.flatnonzero(step.num_computed[:d] < batch.num_known_tokens[step.rows[:d]]):
+    for i in (step.num_computed[:d] < step.num_known[:d]).nonzero()[0]:
         input_ids[i] = _known(batch, step.rows[i])[step.num_computed[i]]
+    if d == len(step.rows):
+        return
     start = d
     for row, computed, n in zip(step.rows[d:], step.num_computed[d:], step.num_scheduled[d:], strict=True):
         assert computed + n <= batch.num_known_tokens[row], "a prefill row's tokens are all known"
@@ -207,19 +228,19 @@ def _known(batch: Batch, row: int) -> np.ndarray:
     return token_ids
 
 
-def _fill_rows(fields: dict[str, np.ndarray], step: StepRows, batch: Batch, num_tokens: int) -> np.ndarray:
+def _fill_rows(fields: dict[str, np.ndarray], step: StepRows, num_tokens: int) -> np.ndarray:
     """The per-row fields; returns needs_sample as bool[num_reqs]."""
     n = len(step.rows)
     seq_lens = step.num_computed + step.num_scheduled
-    needs_sample = seq_lens >= batch.num_known_tokens[step.rows]
+    needs_sample = seq_lens >= step.num_known
     query_start_loc = fields["query_start_loc"]
-    np.cumsum(step.num_scheduled, out=query_start_loc[1 : n + 1])
+    ends = query_start_loc[1 : n + 1]
+    step.num_scheduled.cumsum(out=ends)
     query_start_loc[n + 1 :] = num_tokens
-    fields["logits_indices"][:n] = query_start_loc[1 : n + 1] - 1
+    np.subtract(ends, 1, out=fields["logits_indices"][:n])
     fields["seq_lens"][:n] = seq_lens
     fields["needs_sample"][:n] = needs_sample
     fields["rows"][:n] = step.rows
-    fields["rows"][n:] = batch.limits.max_num_seqs  # no such row: scatters drop it
     return needs_sample
 
 
@@ -228,7 +249,6 @@ def _fill_changes(fields: dict[str, np.ndarray], changes: BatchChanges, batch: B
     no_row = batch.limits.max_num_seqs
     appends = fields["block_appends"]
     assert len(changes.appends) <= len(appends), f"{len(changes.appends)} appended blocks exceed {len(appends)}"
-    appends[:, 0] = no_row
     if changes.appends:
         appends[: len(changes.appends)] = changes.appends
     if "admits" not in fields:
@@ -237,8 +257,7 @@ def _fill_changes(fields: dict[str, np.ndarray], changes: BatchChanges, batch: B
     chunks: list[np.ndarray] = [fields["admits"]]
     while len(chunks) * ADMITS_PER_STEP < len(changes.admitted):
         chunks.append(np.zeros_like(fields["admits"]))
-    for chunk in chunks:
-        chunk[:, 0] = no_row
+        chunks[-1][:, 0] = no_row
     for i, (request_id, row) in enumerate(changes.admitted.items()):
         record = chunks[i // ADMITS_PER_STEP][i % ADMITS_PER_STEP]
         record[0] = row

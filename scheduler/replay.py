@@ -21,7 +21,11 @@ MAX_STEPS = 100_000
 def replay(scenario: dict[str, Any]) -> list[dict[str, Any]]:
     """The step records of a scenario.
 
+    A request that the scheduler refuses, because it can never fit or contradicts itself, is left out; the record of its
+    step names it under `refused`, a key that no other record has.
+
     Raises:
+      ValueError: the limits in `cfg` contradict each other.
       RuntimeError: the requests have not ended after MAX_STEPS steps.
     """
     cfg = scenario["cfg"]
@@ -34,13 +38,17 @@ def replay(scenario: dict[str, Any]) -> list[dict[str, Any]]:
     for step in range(MAX_STEPS):
         if num_added == len(arrivals) and not in_flight and not scheduler.has_unfinished_requests():
             return records
+        refused = []
         while num_added < len(arrivals) and arrivals[num_added]["step"] == step:
-            scheduler.add_request(_make_request(arrivals[num_added]))
+            if not _add(scheduler, arrivals[num_added]):
+                refused.append(arrivals[num_added]["id"])
             num_added += 1
         aborted = [r["id"] for r in scenario["requests"] if r["abort_step"] == step and r["step"] <= step]
         scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
         output = scheduler.schedule()
         record = {"step": step, "aborted": aborted, **_describe(scheduler, output)}
+        if refused:
+            record["refused"] = refused
         records.append(record)
         if output.total_num_scheduled_tokens:
             in_flight.append((output, model.run(scheduler, output)))
@@ -85,6 +93,14 @@ def _make_scheduler(cfg: dict[str, Any]) -> Scheduler:
         async_scheduling=cfg["async"],
     )
     return make_scheduler(config, CacheConfig(cfg["block_size"], cfg["num_blocks"], cfg["prefix_caching"]))
+
+
+def _add(scheduler: Scheduler, recorded: dict[str, Any]) -> bool:
+    try:
+        scheduler.add_request(_make_request(recorded))
+    except ValueError:
+        return False
+    return True
 
 
 def _make_request(recorded: dict[str, Any]) -> Request:

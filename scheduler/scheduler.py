@@ -9,6 +9,7 @@ Meaning follows vLLM 0.22 (vllm/v1/core/sched/scheduler.py), but for the hazards
 """
 
 import logging
+from collections import deque
 from collections.abc import Iterable
 
 from scheduler.config import CacheConfig, SchedulerConfig
@@ -27,6 +28,13 @@ class Scheduler:
     """Schedules one step at a time; the step returned by schedule() must be run, in the order of the calls.
 
     A request whose sampled token is still in flight waits for it; AsyncScheduler goes on with a placeholder.
+
+    When others may find a block by its hash: a returned step is certain to run, and so before every step returned after
+    it, so its blocks are found from then on, also when their request is aborted with the step in flight: the step fills
+    them all the same. Inside schedule() a pre-emption can still take a running request out of the step: its hashes are
+    rolled back (_preempt), and nobody has found them yet, since a step that pre-empts admits nobody. A request aborted
+    before it is scheduled has published nothing. A step that could not be run leaves no scheduler to go on with: the
+    engine core dies of it.
     """
 
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
@@ -37,6 +45,7 @@ class Scheduler:
         self.waiting = make_request_queue(config.policy)
         self._finished_ids: set[str] = set()  # the batch has not been told yet
         self._unreported: dict[str, FinishedRequest] = {}  # the caller has not been told yet
+        self._in_flight: deque[SchedulerOutput] = deque()  # steps with tokens, oldest first
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
         self._num_preemptions = 0
@@ -45,12 +54,13 @@ class Scheduler:
     # ---- requests come and go
 
     def add_request(self, request: Request) -> None:
-        """Let a request wait for admission. An id is used once: a step in flight may still speak of an ended request.
+        """Let a request wait for admission.
 
         Raises:
-          ValueError: it can never fit, or its id is in use; names value, limit and remedy.
+          ValueError: it can never fit, or its id is in use: by an unfinished request, or by an ended one that the next
+            update or a step in flight still speaks of. Names value, limit and remedy.
         """
-        if request.request_id in self.requests:
+        if self._is_used(request.request_id):
             raise ValueError(f"Request id {request.request_id!r} is in use; give every request an id of its own.")
         request.max_num_tokens = admit_lengths(request, self.config, self.kv.num_slots)
         self.requests[request.request_id] = request
@@ -62,6 +72,11 @@ class Scheduler:
         self._end(ended)
         for request, _ in ended:
             self._unreported[request.request_id] = FinishedRequest(status.finish_reason)
+
+    def _is_used(self, request_id: str) -> bool:
+        if request_id in self.requests or request_id in self._unreported:
+            return True
+        return any(request_id in step.num_scheduled_tokens for step in self._in_flight)
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request waits or runs."""
@@ -91,6 +106,8 @@ class Scheduler:
         self._advance(step.scheduled, output.num_scheduled_tokens)
         for request in step.admitted:
             request.status = RequestStatus.RUNNING
+        if output.num_scheduled_tokens:
+            self._in_flight.append(output)
         return output
 
     def _schedule_running(self, step: StepBuilder) -> None:
@@ -189,6 +206,9 @@ class Scheduler:
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
         """Take in the tokens of a step, the oldest in flight first; end the requests that they end."""
+        if scheduler_output.num_scheduled_tokens:
+            oldest = self._in_flight.popleft()
+            assert scheduler_output is oldest, "steps are taken in in the order in which they were scheduled"
         outputs = EngineCoreOutputs(finished=self._unreported)
         self._unreported = {}
         ended: list[tuple[Request, RequestStatus]] = []

@@ -37,6 +37,7 @@ from pallas_kernels.arg_specs import HEAD_SHAPES, HeadShape
 from pallas_kernels.decode import paged_decode
 from pallas_kernels.mosaic import attend
 from pallas_kernels.prefill import paged_prefill
+from pallas_kernels.reference_rope_write import HeadNorm
 from pallas_kernels.tuning import H200, AttentionConfig, DecodeConfig, PrefillConfig
 from pallas_kernels.validation import Backend
 from pallas_kernels.work_lists import cut_attention_work, make_decode_work, make_prefill_work
@@ -208,30 +209,39 @@ def work_row(num_tokens: int, num_rows: int, kind: str) -> tuple[Any, Measure]:
 
 
 def write_row(num_tokens: int, backend: Backend) -> tuple[Any, Measure]:
-    """The KV write of 8 heads of 128: scattered slots up to 256 tokens, whole blocks above."""
-    num_blocks, block_size, heads, head_dim = 4096, 16, 8, 128
+    """Norm, rope and KV write of 16 / 8 heads of 128: scattered slots up to 256 tokens, whole blocks above."""
+    num_blocks, block_size, heads, group, head_dim = 4096, 16, 8, 2, 128
     rng = np.random.default_rng(0)
     blocks = rng.permutation(np.arange(1, num_blocks))
     token = np.arange(num_tokens)
     is_decode = num_tokens <= 256
     slot = blocks[token] * block_size + 5 if is_decode else blocks[token // 16] * block_size + token % 16
-    one = jax.jit(partial(ops.write_kv_cache, backend=backend))
+    one = jax.jit(partial(ops.rope_and_write_kv, backend=backend))
 
-    def chain(kv_cache, k, slots):
+    def chain(kv_cache, queries, qkv, table, weight, slots):
+        queries = []  # all are results, and a barrier lies between, so that XLA does each as often as a model would
         for i in range(CHAIN):
-            kv_cache = one(k, k, kv_cache, slots, layer_of(i))
-        return (kv_cache,)
+            norm = HeadNorm(weight, weight, eps=1e-6)
+            q, kv_cache = one(qkv, kv_cache, slots, layer_of(i), rope=(table, table), norm=norm)
+            qkv, kv_cache, q = jax.lax.optimization_barrier((qkv, kv_cache, q))
+            queries.append(q)
+        return kv_cache, queries
 
-    k = jnp.ones((num_tokens, heads, head_dim), jnp.bfloat16)
-    slots = jnp.asarray(slot, jnp.int32)
+    qkv = jnp.ones((num_tokens, heads, group + 2, head_dim), jnp.bfloat16)
+    table, weight = jnp.full((num_tokens, head_dim // 2), 0.7), jnp.ones((head_dim,), jnp.bfloat16)
+    rest = (qkv, table, weight, jnp.asarray(slot, jnp.int32))
     cache_shape = (num_blocks, heads, block_size, head_dim)
     cache = jax.eval_shape(partial(make_cache, *cache_shape))
-    lowered = jax.jit(chain, donate_argnums=0).lower(cache, *specs_of((k, slots)))
+    queries = [jax.ShapeDtypeStruct((num_tokens, heads * group, head_dim), jnp.bfloat16)] * CHAIN
+    lowered = jax.jit(chain, donate_argnums=(0, 1), keep_unused=True).lower(cache, queries, *specs_of(rest))
 
     def measure(compiled: Any) -> Row:
-        seconds = seconds_a_call(compiled, (make_cache(*cache_shape), k, slots), carry=True) / CHAIN
-        rate = 4 * 2 * num_tokens * heads * head_dim / seconds / 1e12
-        return timing_row("kv write", f"T={num_tokens}", backend, seconds, rate=rate, unit="TB/s read + written")
+        buffers = [jnp.zeros(q.shape, q.dtype) for q in queries]
+        seconds = seconds_a_call(compiled, (make_cache(*cache_shape), buffers, *rest), carry=True) / CHAIN
+        rate = 2 * qkv.nbytes / seconds / 1e12
+        return timing_row(
+            "rope and kv write", f"T={num_tokens}", backend, seconds, rate=rate, unit="TB/s read + written"
+        )
 
     return lowered, measure
 

@@ -2,7 +2,8 @@
 
     python scripts/bench_scheduler.py [--sync] [--json PATH]
 
-Times are CPU times of the thread: compare only figures of one quiet machine.
+Each figure is measured twice, as CPU time of the thread and by the wall clock; where they differ, the machine was not
+quiet. Compare only figures of one quiet machine.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import json
 import statistics
 import time
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,12 +28,14 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096
 MAX_NUM_SEQS = 1000
 NUM_STEPS = 160  # ten blocks a request: what happens once a block is in the mean
+CLOCKS = {"cpu": time.thread_time, "wall": time.perf_counter}
 
 
 @dataclass
 class DecodeCost:
     """Medians over runs of the mean time of a step, in microseconds per running request."""
 
+    clock: str
     num_running: int
     schedule_us: float
     plan_us: float
@@ -58,7 +62,7 @@ def prompt(index: int, length: int) -> list[int]:
     return [(index * 7919 + 31 * position) % 150_000 for position in range(length)]
 
 
-def measure_decode(num_running: int, async_scheduling: bool) -> tuple[float, float, float]:
+def measure_decode(num_running: int, async_scheduling: bool, clock: Callable[[], float]) -> tuple[float, float, float]:
     """Mean microseconds per request and step of schedule, plan and update, in steady decode."""
     scheduler, planner = build(num_running, async_scheduling, num_blocks=40 * num_running + 2)
     params = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -68,19 +72,19 @@ def measure_decode(num_running: int, async_scheduling: bool) -> tuple[float, flo
     in_flight = []
     spent = [0.0, 0.0, 0.0]
     for step in range(NUM_STEPS + 4):
-        start = time.thread_time()
+        start = clock()
         output = scheduler.schedule()
-        scheduled = time.thread_time()
+        scheduled = clock()
         planner.build(output)
-        planned = time.thread_time()
+        planned = clock()
         sampled = dict.fromkeys(
             output.num_scheduled_tokens, 1000 + step
         )  # what the runner makes of the device's answer
         in_flight.append((output, ModelRunnerOutput(sampled)))
-        before_update = time.thread_time()
+        before_update = clock()
         if len(in_flight) == 1 + async_scheduling:
             scheduler.update_from_output(*in_flight.pop(0))
-        end = time.thread_time()
+        end = clock()
         if step >= 4:
             for index, seconds in enumerate((scheduled - start, planned - scheduled, end - before_update)):
                 spent[index] += seconds
@@ -89,36 +93,40 @@ def measure_decode(num_running: int, async_scheduling: bool) -> tuple[float, flo
     return spent[0] * scale, spent[1] * scale, spent[2] * scale
 
 
-def decode_cost(num_running: int, async_scheduling: bool, num_runs: int) -> DecodeCost:
-    runs = [measure_decode(num_running, async_scheduling) for _ in range(num_runs)]
-    return DecodeCost(num_running, *(statistics.median(column) for column in zip(*runs, strict=True)))
+def decode_cost(num_running: int, async_scheduling: bool, num_runs: int, clock: str) -> DecodeCost:
+    runs = [measure_decode(num_running, async_scheduling, CLOCKS[clock]) for _ in range(num_runs)]
+    return DecodeCost(clock, num_running, *(statistics.median(column) for column in zip(*runs, strict=True)))
 
 
-def measure_admission(num_requests: int, prompt_length: int, async_scheduling: bool) -> dict[str, float]:
+def measure_admission(
+    num_requests: int, prompt_length: int, async_scheduling: bool, clock_name: str
+) -> dict[str, str | float]:
     """Microseconds per request to make and queue it, and to hash, admit and finish it (one token each)."""
+    clock = CLOCKS[clock_name]
     scheduler, planner = build(MAX_NUM_SEQS, async_scheduling, num_blocks=MAX_NUM_SEQS * 126)
     prompts = [prompt(index, prompt_length) for index in range(num_requests)]
     params = SamplingParams(max_tokens=1, ignore_eos=True)
-    start = time.thread_time()
+    start = clock()
     for index in range(num_requests):
         scheduler.add_request(Request(f"request-{index}", prompts[index], params, eos_token_id=2))
-    queued = time.thread_time()
+    queued = clock()
     planning = 0.0
     in_flight = []
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
-        before_plan = time.thread_time()
+        before_plan = clock()
         planner.build(output)
-        planning += time.thread_time() - before_plan
+        planning += clock() - before_plan
         sampled = {
             i: 7 for i in output.num_scheduled_tokens if scheduler.requests[i].num_computed_tokens >= prompt_length
         }
         in_flight.append((output, ModelRunnerOutput(sampled)))
         if len(in_flight) == 1 + async_scheduling or not output.num_scheduled_tokens:
             scheduler.update_from_output(*in_flight.pop(0))
-    end = time.thread_time()
+    end = clock()
     scale = 1e6 / num_requests
     return {
+        "clock": clock_name,
         "num_requests": num_requests,
         "prompt_length": prompt_length,
         "add_us": (queued - start) * scale,
@@ -147,22 +155,24 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000, help="waiting requests of the admission figure")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
-    costs = [decode_cost(n, not args.sync, args.runs) for n in (1, 64, 256, 1000)]
+    costs = [decode_cost(n, not args.sync, args.runs, clock) for clock in CLOCKS for n in (1, 64, 256, 1000)]
     print("us per running decode request and step")
-    print(f"{'running':>8}{'schedule':>10}{'plan':>8}{'update':>8}{'total':>8}{'step ms':>9}")
+    print(f"{'time':>4}{'running':>9}{'schedule':>10}{'plan':>8}{'update':>8}{'total':>8}{'step ms':>9}")
     for cost in costs:
         print(
-            f"{cost.num_running:>8}{cost.schedule_us:>10.2f}{cost.plan_us:>8.2f}{cost.update_us:>8.2f}"
+            f"{cost.clock:>4}{cost.num_running:>9}{cost.schedule_us:>10.2f}{cost.plan_us:>8.2f}{cost.update_us:>8.2f}"
             f"{cost.total_us:>8.2f}{cost.total_us * cost.num_running / 1000:>9.3f}"
         )
-    admission = measure_admission(args.requests, 2000, not args.sync)
-    print(
-        f"{args.requests:,} waiting requests of 2,000 tokens, us each: add {admission['add_us']:.1f}, "
-        f"schedule and update (hashing included) {admission['admit_us']:.1f}, plan {admission['plan_us']:.1f}"
-    )
+    admissions = [measure_admission(args.requests, 2000, not args.sync, clock) for clock in CLOCKS]
+    print(f"us for each of {args.requests:,} waiting requests of 2,000 tokens; admit: hash, schedule and update")
+    print(f"{'time':>4}{'add':>9}{'admit':>10}{'plan':>8}")
+    for row in admissions:
+        print(f"{row['clock']:>4}{row['add_us']:>9.1f}{row['admit_us']:>10.1f}{row['plan_us']:>8.1f}")
     print(f"a waiting request of 2,000 tokens holds {waiting_bytes(500, 2000) / 1024:.1f} KiB")
     if args.json:
-        args.json.write_text(json.dumps({"decode": [asdict(cost) for cost in costs], "admission": admission}, indent=1))
+        args.json.write_text(
+            json.dumps({"decode": [asdict(cost) for cost in costs], "admission": admissions}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -160,6 +160,7 @@ class Episode:
     def _update(self) -> bool:
         if not self.checked.in_flight:
             return False
+        self.counts["(late update)"] += len(self.checked.in_flight) > 1
         self.checked.update()
         return True
 
@@ -185,6 +186,8 @@ def print_histogram(counts: Counter[str], seconds: float) -> None:
         print(f"{kind:22}{counts[kind]:>10,}{share:>8.1%}  {'#' * round(share * 100)}")
     preempted = counts["(pre-emption)"]
     print(f"{'pre-emptions':22}{preempted:>10,}{preempted / counts['schedule']:>8.1%}  of schedules")
+    late = counts["(late update)"]
+    print(f"{'late updates':22}{late:>10,}{late / num_ops:>8.1%}  after the next schedule")
     print(f"{'prefix hit tokens':22}{counts['(prefix hit tokens)']:>10,}")
     print(f"{num_ops:,} operations, all checks passed, {seconds:.1f} s")
 

@@ -1,7 +1,7 @@
 """Random ragged batches through the compiled kernels, against the XLA reference on the same device.
 
 The cache is NaN wherever a batch may not read: null block, tails of last blocks, blocks nobody owns, other layers; so
-are the q, k and v of pad tokens. Each batch runs twice and has to give the same bits.
+are the queries, keys and values of pad tokens. Each batch runs twice and has to give the same bits.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ import numpy as np
 
 from pallas_kernels.arg_specs import HeadShape
 from pallas_kernels.mosaic import attend
-from pallas_kernels.ops import paged_attention, write_kv_cache
+from pallas_kernels.ops import paged_attention, rope_and_write_kv
+from pallas_kernels.reference_rope_write import HeadNorm
 from pallas_kernels.tuning import AttentionConfig
 from pallas_kernels.validation import Kind
 from pallas_kernels.work_lists import cut_attention_work
@@ -102,17 +103,18 @@ def random_batch(rng: np.random.Generator, shape: CheckShape) -> Batch:
 
 def _step(shape: CheckShape, config: AttentionConfig | None, base: Any, *args: Any) -> tuple[jax.Array, jax.Array]:
     """Write and attention, by the kernels with `config` or by the reference: [T, N, H] and the cache."""
-    q, k, v, is_old, num_tokens, slot_mapping, *rows = args
+    qkv, rope, head_norm, is_old, num_tokens, slot_mapping, *rows = args
     tables, lens, starts, _, _ = rows
     layer = jnp.int32(1)
-    q, k, v = (jnp.where(jnp.arange(len(x))[:, None, None] < num_tokens, x, jnp.nan) for x in (q, k, v))
+    qkv = jnp.where(jnp.arange(len(qkv))[:, None, None, None] < num_tokens, qkv, jnp.nan)
     is_layer = jnp.arange(base.shape[0])[:, None, None] == layer
     kv_cache = jnp.where((is_old & is_layer)[:, :, None, None, :, None], base, jnp.nan)
-    scale = q.shape[-1] ** -0.5
+    scale = qkv.shape[-1] ** -0.5
+    options = {"rope": rope, "norm": head_norm}
     if config is None:
-        kv_cache = write_kv_cache(k, v, kv_cache, slot_mapping, layer)
+        q, kv_cache = rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, **options)
         return paged_attention(q, kv_cache, layer, *rows, scale=scale, kind=shape.kind), kv_cache
-    kv_cache = write_kv_cache(k, v, kv_cache, slot_mapping, layer, backend="mosaic_gpu")
+    q, kv_cache = rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, **options, backend="mosaic_gpu")
     heads = shape.heads
     work = cut_attention_work(
         *rows[1:],
@@ -137,8 +139,18 @@ def _compare(got: Any, again: Any, expected: Any, num_tokens: jax.Array) -> dict
         "absolute": jnp.max(jnp.abs(error)),
         "pads_zero": jnp.all(jnp.where(is_real, 0, out) == 0),
         "same_bits": jnp.all(bits(out) == bits(again[0])),
-        "cache_equal": jnp.all(bits(cache[:, 1:]) == bits(expected[1][:, 1:])),
+        "cache_close": _is_close(cache[:, 1:], expected[1][:, 1:]),
     }
+
+
+def _is_close(got: jax.Array, want: jax.Array) -> jax.Array:
+    """Whether caches are NaN at the same places and equal elsewhere, but for a last bit of the head's largest."""
+    is_nan = jnp.isnan(want)
+    is_same = jnp.all(jnp.isnan(got) == is_nan)
+    got, want = (jnp.where(is_nan, 0, x).astype(jnp.float32) for x in (got, want))
+    size = jnp.abs(want)
+    unit = 2.0**-7 * jnp.maximum(size, jnp.max(size, axis=-1, keepdims=True) / 2)
+    return is_same & jnp.all(jnp.abs(got - want) <= unit)
 
 
 def check(shape: CheckShape, config: AttentionConfig, *, num_batches: int, seed: int) -> dict:
@@ -146,13 +158,16 @@ def check(shape: CheckShape, config: AttentionConfig, *, num_batches: int, seed:
     heads = shape.heads
     keys = jax.random.split(jax.random.key(seed), 4)
     pool = (2, shape.num_blocks, 2, heads.num_kv_heads, shape.block_size, heads.head_dim)
-    sizes = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
     base = jax.random.normal(keys[0], pool, jnp.bfloat16)
-    qkv = [
-        jax.random.normal(key, (shape.num_tokens, n, heads.head_dim), jnp.bfloat16)
-        for key, n in zip(keys[1:], sizes, strict=True)
-    ]
-    kernels, reference = jax.jit(partial(_step, shape, config)), jax.jit(partial(_step, shape, None))
+    group = heads.num_heads // heads.num_kv_heads
+    qkv = jax.random.normal(keys[1], (shape.num_tokens, heads.num_kv_heads, group + 2, heads.head_dim), jnp.bfloat16)
+    angles = jax.random.uniform(keys[2], (shape.num_tokens, heads.head_dim // 2), jnp.float32, 0, 999)
+    weights = jax.random.uniform(keys[3], (2, heads.head_dim), jnp.bfloat16, 0.2, 1.2)
+    floats = (qkv, (jnp.cos(angles), jnp.sin(angles)), HeadNorm(weights[0], weights[1], eps=1e-6))
+    kernels = jax.jit(partial(_step, shape, config))
+    # Else XLA leaves out roundings to bfloat16 that the kernel does.
+    exact = {"xla_allow_excess_precision": False}
+    reference = jax.jit(partial(_step, shape, None), compiler_options=exact)
     compare = jax.jit(_compare)
     rng = np.random.default_rng(seed)
     worst = {"relative": 0.0, "absolute": 0.0}
@@ -160,11 +175,11 @@ def check(shape: CheckShape, config: AttentionConfig, *, num_batches: int, seed:
     for index in range(num_batches):
         batch = random_batch(rng, shape)
         num_tokens = batch.query_start_loc[-1]
-        args = (base, *qkv, batch.is_old, num_tokens, batch.slot_mapping, *batch.rows())
+        args = (base, *floats, batch.is_old, num_tokens, batch.slot_mapping, *batch.rows())
         row = {k: v.item() for k, v in compare(kernels(*args), kernels(*args), reference(*args), num_tokens).items()}
         worst = {name: max(worst[name], row[name]) for name in worst}
         good = row["relative"] < MAX_RELATIVE_ERROR and row["absolute"] < MAX_ABSOLUTE_ERROR
-        if not (good and row["pads_zero"] and row["same_bits"] and row["cache_equal"]):
+        if not (good and row["pads_zero"] and row["same_bits"] and row["cache_close"]):
             failures.append({"batch": index, **row})
     return {
         "check": f"{heads.name} {heads.num_heads}/{heads.num_kv_heads}x{heads.head_dim} {shape.kind}",

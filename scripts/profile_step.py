@@ -32,7 +32,7 @@ from jaxvllm.weights.dummy import dummy_params
 from scheduler.batch import BatchLimits
 from scheduler.buckets import explicit
 from scheduler.config import CacheConfig, SchedulerConfig
-from scheduler.plan import Planner
+from scheduler.plan import Planner, StepPlan
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import make_scheduler
@@ -44,7 +44,9 @@ BLOCK_SIZE = 16
 class Loop:
     """Scheduler, planner and runner with two steps in flight; adds up the host time of each part."""
 
-    def __init__(self, name: str, num_requests: int, context: int, num_steps: int, prefill_tokens: int) -> None:
+    def __init__(
+        self, name: str, num_requests: int, context: int, num_steps: int, prefill_tokens: int, sampling: SamplingParams
+    ) -> None:
         config = resolve(workloads.write_config(name)).config
         rows = max(num_requests, MIN_ROWS)
         max_model_len = context + num_steps + BLOCK_SIZE
@@ -71,11 +73,10 @@ class Loop:
         rng = np.random.default_rng(0)
         for i in range(num_requests):
             prompt = rng.integers(10, config.vocab_size, context).tolist()
-            params_of = SamplingParams(temperature=0, max_tokens=num_steps + 8, ignore_eos=True)
-            self.scheduler.add_request(Request(f"r{i}", prompt, params_of))
+            self.scheduler.add_request(Request(f"r{i}", prompt, sampling))
         self.in_flight: deque = deque()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.plan = None
+        self.plan: StepPlan | None = None
 
     def step(self) -> str:
         """One turn of the loop; returns the kind of step dispatched."""
@@ -149,11 +150,17 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=384)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--prefill-tokens", type=int, default=8192, help="tokens a prefill step")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--no-trace", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    loop = Loop(args.model, args.requests, args.context, args.steps, args.prefill_tokens)
+    sampling = SamplingParams(
+        temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.steps + 8, ignore_eos=True
+    )
+    loop = Loop(args.model, args.requests, args.context, args.steps, args.prefill_tokens, sampling)
     start = time.perf_counter()
     while loop.step() != "decode":
         pass
@@ -172,9 +179,11 @@ def main() -> None:
     )
     while loop.in_flight:
         loop.take_oldest()
-    seconds, host = time_plan(loop.runner, loop.plan, 40)
+    plan = loop.plan
+    assert plan is not None
+    seconds, host = time_plan(loop.runner, plan, 40)
     print(f"back to back {1e3 * seconds:.3f} ms a step, dispatch {1e3 * host:.3f} ms")
-    on_device = replace(loop.plan, buffer=jax.device_put(loop.plan.buffer))
+    on_device = replace(plan, buffer=jax.device_put(plan.buffer))
     seconds_resident, host_resident = time_plan(loop.runner, on_device, 40)
     print(f"plan already on the device {1e3 * seconds_resident:.3f} ms a step, dispatch {1e3 * host_resident:.3f} ms")
     result = {
@@ -188,7 +197,7 @@ def main() -> None:
         "resident_plan_ms": 1e3 * seconds_resident,
     }
     if not args.no_trace:
-        kernels = kernel_times(loop.runner, loop.plan)
+        kernels = kernel_times(loop.runner, plan)
         result["kernels"] = [{"name": n, "calls": c, "us": us} for n, c, us in kernels]
         print(f"kernels: {sum(c for _, c, _ in kernels)} calls, {sum(us for *_, us in kernels):.0f} us")
         for name, count, micros in kernels[:16]:

@@ -4,8 +4,8 @@
     python scripts/simulate.py --synthetic requests=2000 rate=8 prompt=1000 output=200 --cost measured.json
 
 The trace is an Azure CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or a Mooncake JSONL file. --cost is a JSON file of
-measured steps, {"samples": [{"kind", "T", "R", "context_tokens", "ms"}, ...]}; without it a roofline guess stands in
-(8B bfloat16 weights on one H200).
+measured steps, {"samples": [{"kind", "T", "R", "context_tokens", "ms"}, ...]}, or of scripts/compare_buckets.py --json;
+without it a roofline guess stands in (8B bfloat16 weights on one H200).
 """
 
 import argparse
@@ -115,17 +115,18 @@ def plot(reports: dict[str, SimulationReport], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, 2, figsize=(12, 8))
+    keys = sorted(set().union(*(report.bucket_steps for report in reports.values())))
     for name, report in reports.items():
         plot_distribution(axes[0, 0], report.ttft_s, name)
         plot_distribution(axes[0, 1], report.inter_token_s, name)
-        axes[1, 0].plot(report.timeline.time_s, report.timeline.num_running, label=name, linewidth=0.8)
-        sizes = sorted(report.bucket_steps, key=lambda key: (key.kind, key.T, key.R))
-        axes[1, 1].plot([str(key) for key in sizes], [report.bucket_steps[key] for key in sizes], "o-", label=name)
+        (line,) = axes[1, 0].plot(report.timeline.time_s, report.timeline.num_running, label=name, linewidth=0.8)
+        axes[1, 0].plot(report.timeline.time_s, report.timeline.num_waiting, ":", color=line.get_color(), linewidth=0.8)
+        axes[1, 1].plot([report.bucket_steps.get(key, np.nan) for key in keys], "o", label=name, alpha=0.7)
     axes[0, 0].set(title="time to first token", xlabel="ms", ylabel="share of requests", xscale="log")
     axes[0, 1].set(title="inter-token latency", xlabel="ms", ylabel="share of tokens", xscale="log")
-    axes[1, 0].set(title="running requests", xlabel="s")
+    axes[1, 0].set(title="running (dotted: waiting) requests", xlabel="s")
     axes[1, 1].set(title="steps by bucket", yscale="log")
-    axes[1, 1].tick_params(axis="x", rotation=90, labelsize=6)
+    axes[1, 1].set_xticks(range(len(keys)), [str(key) for key in keys], rotation=90, fontsize=5)
     for axis in axes.flat:
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)

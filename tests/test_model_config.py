@@ -234,3 +234,22 @@ def test_unknown_architecture_lists_what_is_supported():
 def test_first_supported_architecture_counts():
     hf = {**LLAMA, "architectures": ["MyOwnLlama", "LlamaForCausalLM"]}
     assert ModelConfig.from_hf(hf, supported=("LlamaForCausalLM",)).architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "caps"),
+    [
+        ("Gemma2ForCausalLM", {}, (50.0, 30.0)),
+        ("Gemma2ForCausalLM", {"attn_logit_softcapping": None, "final_logit_softcapping": 7}, (None, 7.0)),
+        ("Gemma3ForCausalLM", {}, (None, None)),
+        ("LlamaForCausalLM", {"attn_logit_softcapping": 50.0}, (None, None)),
+    ],
+)
+def test_soft_caps_follow_the_family_where_the_file_says_nothing(architecture, changes, caps):
+    config = ModelConfig.from_hf({**LLAMA, "architectures": [architecture], **changes})
+    assert (config.attention_soft_cap, config.logit_soft_cap) == caps
+
+
+def test_a_config_without_a_class_says_what_is_supported():
+    with pytest.raises(ValueError, match=r'"architectures" must list .* got None; .*supported are A, B'):
+        ModelConfig.from_hf({"model_type": "strange"}, supported={"B", "A"})

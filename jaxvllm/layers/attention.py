@@ -5,10 +5,9 @@ from flax import nnx
 
 from jaxvllm.layers.linear import OutputProjection, QKVProjection
 from jaxvllm.layers.norm import RMSNorm
-from jaxvllm.layers.rope import apply_rope
 from jaxvllm.layers.run_layers import LayerContext
 from jaxvllm.model_config import ModelConfig
-from pallas_kernels import paged_attention, write_kv_cache
+from pallas_kernels import HeadNorm, paged_attention, rope_and_write_kv
 
 
 class Attention(nnx.Module):
@@ -35,16 +34,18 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
         """[T, D] -> [T, D], and the cache with the step's keys and values; the cache given is consumed."""
-        qkv = self.qkv_proj(x)
-        q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if context.rope is not None:
-            q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
         metadata = context.metadata
-        kv_cache = write_kv_cache(k, v, kv_cache, metadata.slot_mapping, context.layer, backend=metadata.backend)
+        q, kv_cache = rope_and_write_kv(
+            self.qkv_proj(x),
+            kv_cache,
+            metadata.slot_mapping,
+            context.layer,
+            rope=context.rope,
+            norm=self._head_norm(),
+            backend=metadata.backend,
+        )
         out = paged_attention(
-            q.reshape(len(q), -1, q.shape[-1]),
+            q,
             kv_cache,
             context.layer,
             metadata.block_tables,
@@ -60,3 +61,9 @@ class Attention(nnx.Module):
             backend=metadata.backend,
         )
         return self.o_proj(out), kv_cache
+
+    def _head_norm(self) -> HeadNorm | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        weights = (self.q_norm.weight.get_value(), self.k_norm.weight.get_value())
+        return HeadNorm(*weights, eps=self.q_norm.eps, unit_offset=self.q_norm.unit_offset)

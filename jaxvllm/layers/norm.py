@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxvllm.layers.parameter import CheckpointTensor, ParamSpec, declare
+from pallas_kernels import rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -19,12 +20,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise [..., size]; the result has x's dtype."""
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        weight = self.weight.get_value()
-        if self.unit_offset:
-            return (wide * (1 + weight.astype(jnp.float32))).astype(x.dtype)
-        return wide.astype(x.dtype) * weight
+        return rms_norm(x, self.weight.get_value(), eps=self.eps, unit_offset=self.unit_offset)
 
 
 class LayerNorm(nnx.Module):

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, half-split (NeoX) layout. Angles and rotation are float32.
+"""Angles of rotary position embeddings; pallas_kernels rotates by them.
 
 Einsum letters: T tokens  H head_dim
 """
@@ -70,14 +70,3 @@ def rope_tables(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[
     frequencies, factor = inverse_frequencies(rope, head_dim)
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
-
-
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate [T, ..., H] by its token's angles; dimensions beyond the rotated ones pass through. Keeps x's dtype."""
-    half = cos.shape[-1]
-    middle = (1,) * (x.ndim - 2)
-    cos, sin = (table.reshape(len(table), *middle, half) for table in (cos, sin))
-    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
-    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)

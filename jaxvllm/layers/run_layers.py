@@ -102,7 +102,7 @@ def run_layers(
     Args:
       layers: one module whose weights are stacked by layer; called as layer(hidden, kv_cache, LayerContext).
       hidden: [T, D].
-      kv_cache: see pallas_kernels.write_kv_cache; consumed.
+      kv_cache: see pallas_kernels.rope_and_write_kv; consumed.
       kind_of_layer: index into the kinds of `inputs`, one a layer.
 
     Returns: hidden and kv_cache after the last layer.

@@ -58,7 +58,7 @@ class CausalLM(nnx.Module):
 
         Args:
           input_ids, positions: i32[T]; pads hold 0.
-          kv_cache: see pallas_kernels.write_kv_cache; consumed.
+          kv_cache: see pallas_kernels.rope_and_write_kv; consumed.
 
         Returns: hidden states [T, D] after the last norm, and the cache with the step's keys and values.
         """

@@ -18,8 +18,8 @@ from jaxvllm.models.llama import LAYER_PREFIX
 class GemmaDecoderLayer(nnx.Module):
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), norms with weight 1 + w."""
 
-    def __init__(self, config: ModelConfig, *, soft_cap: float | None = None, qk_norm: bool = False):
-        """`soft_cap`: of the attention scores; `qk_norm`: norm each query and key head."""
+    def __init__(self, config: ModelConfig, *, qk_norm: bool = False):
+        """`qk_norm`: norm each query and key head."""
         norm = partial(RMSNorm, eps=config.rms_norm_eps, dtype=config.dtype, unit_offset=True)
         hidden, prefix = config.hidden_size, f"{LAYER_PREFIX}.self_attn"
         self.input_layernorm = norm(hidden, f"{LAYER_PREFIX}.input_layernorm.weight")
@@ -33,7 +33,7 @@ class GemmaDecoderLayer(nnx.Module):
             q_norm=norm(config.head_dim, f"{prefix}.q_norm.weight") if qk_norm else None,
             k_norm=norm(config.head_dim, f"{prefix}.k_norm.weight") if qk_norm else None,
             scale=config.hf.get("query_pre_attn_scalar", 256) ** -0.5,
-            soft_cap=soft_cap,
+            soft_cap=config.attention_soft_cap,
         )
         self.mlp = GatedMLP(config, f"{LAYER_PREFIX}.mlp")
 
@@ -52,9 +52,9 @@ class Gemma2ForCausalLM(CausalLM):
         """Declare the weights of `config`; see CausalLM."""
         super().__init__(
             config,
-            GemmaDecoderLayer(config, soft_cap=config.hf.get("attn_logit_softcapping", 50.0)),
+            GemmaDecoderLayer(config),
             unit_offset_norm=True,
             embedding_scale=config.hidden_size**0.5,
-            logit_soft_cap=config.hf.get("final_logit_softcapping", 30.0),
+            logit_soft_cap=config.logit_soft_cap,
             unroll_layers=unroll_layers,
         )

@@ -17,9 +17,9 @@ class Gemma3ForCausalLM(CausalLM):
             raise NotImplementedError("use_bidirectional_attention=true (an embedding model) is not supported")
         super().__init__(
             config,
-            GemmaDecoderLayer(config, soft_cap=config.hf.get("attn_logit_softcapping"), qk_norm=True),
+            GemmaDecoderLayer(config, qk_norm=True),
             unit_offset_norm=True,
             embedding_scale=config.hidden_size**0.5,
-            logit_soft_cap=config.hf.get("final_logit_softcapping"),
+            logit_soft_cap=config.logit_soft_cap,
             unroll_layers=unroll_layers,
         )

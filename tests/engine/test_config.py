@@ -16,7 +16,6 @@ def test_unknown_argument_is_named_with_the_nearest_known_one():
     ("name", "value"),
     [
         ("quantization", "awq"),
-        ("tensor_parallel_size", 2),
         ("pipeline_parallel_size", 2),
         ("speculative_config", {"method": "ngram"}),
         ("enable_lora", True),
@@ -84,14 +83,42 @@ def test_cpu_computes_in_float32_with_a_pool_of_a_gibibyte():
     assert (gpu.model.dtype, gpu.memory.kv_cache_bytes) == ("auto", None)
 
 
-def test_core_environment_keeps_what_the_caller_has_set(monkeypatch):
-    for name in ("JAX_PLATFORMS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+@pytest.fixture
+def bare_environment(monkeypatch):
+    """Without the variables that core_environment may set; the user's cache is in /cache."""
+    for name in ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    return monkeypatch
+
+
+def test_core_environment_keeps_what_the_caller_has_set(bare_environment):
     assert EngineArgs(device="cpu").create_engine_config(64).core_environment() == {"JAX_PLATFORMS": "cpu"}
     gpu = EngineArgs(device="gpu", gpu_memory_utilization=0.5).create_engine_config(64)
-    assert gpu.core_environment() == {"XLA_CLIENT_MEM_FRACTION": "0.5000"}
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
+    cache = {"JAX_COMPILATION_CACHE_DIR": "/cache/jaxvllm/xla"}
+    assert gpu.core_environment() == {"XLA_CLIENT_MEM_FRACTION": "0.5000"} | cache
+    bare_environment.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
+    assert gpu.core_environment() == cache
+    bare_environment.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
     assert gpu.core_environment() == {}
+
+
+def test_a_cpu_is_as_many_devices_as_the_model_is_split_over(bare_environment):
+    config = EngineArgs(device="cpu", tensor_parallel_size=2).create_engine_config(64)
+    assert config.core_environment()["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2"
+    bare_environment.setenv("XLA_FLAGS", "--xla_dump_to=x")
+    environment = config.core_process_environment(None)
+    assert environment["XLA_FLAGS"] == "--xla_dump_to=x --xla_force_host_platform_device_count=2"
+    bare_environment.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    assert "XLA_FLAGS" not in config.core_environment()
+
+
+def test_more_than_one_gpu_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="tensor_parallel_size=2 is not supported on GPUs"):
+        EngineArgs(device="gpu", tensor_parallel_size=2).create_engine_config(64)
+    with pytest.raises(ValueError, match="tensor_parallel_size=0 must be at least 1"):
+        EngineArgs(tensor_parallel_size=0)
 
 
 def test_multiprocess_follows_the_argument_then_the_environment(monkeypatch):

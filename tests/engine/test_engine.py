@@ -42,7 +42,7 @@ def test_outputs_come_in_prompt_order_for_mixed_prompts_and_params(engine):
 def test_one_prompt_or_none_is_a_list_too(engine):
     assert LLM is Engine
     assert texts(engine.generate("A", SamplingParams(max_tokens=2), use_tqdm=False)) == ["BC"]
-    assert texts(engine.generate([65, 66], SamplingParams(max_tokens=2), use_tqdm=False)) == ["CD"]
+    assert texts(engine.generate([65, 66], SamplingParams(max_tokens=2), False)) == ["CD"]
     assert engine.generate([], use_tqdm=False) == []
 
 

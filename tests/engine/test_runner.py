@@ -1,14 +1,15 @@
 import logging
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm.compile_cache import CompileAfterWarmupError
+from jaxvllm.compile_cache import CompileAfterWarmupError, CompileCache
 from jaxvllm.kv_cache import KVCacheSpec, num_blocks_that_fit
 from jaxvllm.model_runner import ModelRunner
 from scheduler.batch import BatchLimits
-from scheduler.buckets import explicit, one_shape
+from scheduler.buckets import BucketKey, explicit, one_shape
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.plan import Planner
 from scheduler.request import Request
@@ -147,6 +148,17 @@ def test_after_warm_up_nothing_compiles_and_strict_mode_refuses_what_is_missing(
     assert len(loop.run()["a"]) == 3 and runner.programs.num_late_compiles == 0
 
 
+def test_a_compile_after_warm_up_is_counted_and_warned_of(caplog):
+    cache = CompileCache(lambda key: jax.jit(lambda: 0).lower())
+    assert list(cache.compile_all(["admit"])) == ["admit"] and cache.num_late_compiles == 0
+    for _ in range(2):
+        cache.get(BucketKey("decode", 4, 4))
+    assert cache.num_late_compiles == 1
+    assert [(r.levelname, r.message.split(" in ")[0]) for r in caplog.records if "Compiled" in r.message] == [
+        ("WARNING", "Compiled decode(T=4, R=4) while serving,")
+    ]
+
+
 def test_the_pool_is_sized_from_what_is_free_and_says_how_many_tokens_fit():
     spec = KVCacheSpec(3, 2, 16, 4, jnp.dtype(jnp.bfloat16))
     assert spec.block_bytes == 3 * 2 * 2 * 4 * 16 * 2 and spec.shape(7) == (3, 7, 2, 2, 4, 16)
@@ -155,6 +167,15 @@ def test_the_pool_is_sized_from_what_is_free_and_says_how_many_tokens_fit():
     assert num_blocks_that_fit(spec, limits, 9 * spec.block_bytes) == 9  # 8 blocks hold 30 tokens, and the null block
     with pytest.raises(ValueError, match=r"room for 28 tokens.*max_model_len=30.*at most 28"):
         num_blocks_that_fit(spec, limits, 8 * spec.block_bytes)
+
+
+def test_a_large_pool_has_a_round_number_of_blocks_so_that_a_later_start_finds_its_programs():
+    spec = KVCacheSpec(3, 2, 16, 4, jnp.dtype(jnp.bfloat16))
+    fits = {n: num_blocks_that_fit(spec, BatchLimits(4, 30, 4), n * spec.block_bytes) for n in range(66000, 66600, 7)}
+    assert len(set(fits.values())) <= 4
+    assert all(0.99 * n < fits[n] <= n for n in fits)
+    limits = BatchLimits(4, 4 * 66000, 4)  # one request takes nearly all of it: nothing to spare
+    assert num_blocks_that_fit(spec, limits, 66001 * spec.block_bytes) == 66001
 
 
 def test_workspace_of_the_largest_program_is_measured_without_a_pool(runner):

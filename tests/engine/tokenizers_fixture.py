@@ -5,7 +5,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 EOS, TAG = 262, 263
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """The letter that byte-level BPE writes for each byte (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters, extra = {b: chr(b) for b in printable}, 256
@@ -18,7 +18,7 @@ def _byte_letters() -> list[str]:
 
 def k_bytes() -> Tokenizer:
     """0..255 bytes, 256 'st', 257 'on', 258 'ston', 259 'stone', 260 ' w', 261 F0 9F, 262 <eos>, 263 <tag>."""
-    letter = _byte_letters()
+    letter = byte_letters()
     vocab = {letter[i]: i for i in range(256)}
     pairs = [("s", "t"), ("o", "n"), ("st", "on"), ("ston", "e"), (letter[32], "w"), (letter[0xF0], letter[0x9F])]
     for i, (left, right) in enumerate(pairs):

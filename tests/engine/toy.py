@@ -10,7 +10,7 @@ import numpy as np
 from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.kv_cache import KVCacheSpec
 from jaxvllm.model_runner import ModelRunner, RunnerConfig
-from pallas_kernels import paged_attention, write_kv_cache
+from pallas_kernels import paged_attention, rope_and_write_kv
 from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketPolicy
 from scheduler.outputs import CachedRequestData, NewRequestData, SchedulerOutput
@@ -45,9 +45,10 @@ class ToyModel:
         x = p["embed"][input_ids] + p["position"][positions]
         for i in range(LAYERS):
             layer = jnp.int32(i)
-            q = (x @ p["q"][i]).reshape(-1, HEADS, HEAD_DIM)
+            q = (x @ p["q"][i]).reshape(-1, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
             k, v = jnp.split((x @ p["kv"][i]).reshape(-1, 2 * KV_HEADS, HEAD_DIM), 2, axis=1)
-            kv_cache = write_kv_cache(k, v, kv_cache, m.slot_mapping, layer, backend=m.backend)
+            qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
+            q, kv_cache = rope_and_write_kv(qkv, kv_cache, m.slot_mapping, layer, backend=m.backend)
             rows = (m.block_tables, m.seq_lens, m.query_start_loc, m.num_decodes, m.num_reqs)
             options = {"scale": HEAD_DIM**-0.5, "kind": m.kind, "backend": m.backend}
             x = x + paged_attention(q, kv_cache, layer, *rows, **options).reshape(-1, HIDDEN) @ p["o"][i]

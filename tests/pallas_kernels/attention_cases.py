@@ -2,7 +2,15 @@
 
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+
+def merge_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """[T, N, H], [T, K, H], [T, K, H] as rope_and_write_kv takes them: [T, K, N / K + 2, H]."""
+    q = q.reshape(len(q), k.shape[1], -1, q.shape[2])
+    return jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
 
 
 @dataclass(frozen=True)

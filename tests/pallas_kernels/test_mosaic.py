@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import make_attention_work, paged_attention, unsupported_reason, write_kv_cache
+from pallas_kernels import make_attention_work, paged_attention, rope_and_write_kv, unsupported_reason
 from pallas_kernels.mosaic import attend
 from pallas_kernels.tuning import INTERPRET, AttentionConfig
 from pallas_kernels.work_lists import cut_attention_work
-from tests.pallas_kernels.attention_cases import AttentionCase, expected_attention, make_case
+from tests.pallas_kernels.attention_cases import AttentionCase, expected_attention, make_case, merge_qkv
 
 SCALE = 0.17
 BACKEND = "mosaic_gpu_interpret"
@@ -29,17 +29,17 @@ def bf16_case(rng: np.random.Generator, requests: list[tuple[int, int]], **sizes
 
 
 def run(case: AttentionCase, kind: str, config: AttentionConfig | None = None) -> np.ndarray:
-    """Both ops through the public functions, or attention alone with a configuration of its own."""
+    """Attention through the public functions, or with a configuration of its own; the reference writes the cache."""
     block_size = case.kv_cache.shape[4]
     sizes = {"num_tokens": len(case.q), "num_heads": case.q.shape[1], "num_kv_heads": case.k.shape[1], "kind": kind}
 
     def public(q, k, v, kv_cache, slot_mapping, layer, *rows):
-        kv_cache = write_kv_cache(k, v, kv_cache, slot_mapping, layer, backend=BACKEND)
+        q, kv_cache = rope_and_write_kv(merge_qkv(q, k, v), kv_cache, slot_mapping, layer)
         work = make_attention_work(*rows[1:], **sizes, block_size=block_size, backend=BACKEND)
         return paged_attention(q, kv_cache, layer, *rows, work, scale=SCALE, kind=kind, backend=BACKEND)
 
     def configured(q, k, v, kv_cache, slot_mapping, layer, *rows):
-        kv_cache = write_kv_cache(k, v, kv_cache, slot_mapping, layer)
+        q, kv_cache = rope_and_write_kv(merge_qkv(q, k, v), kv_cache, slot_mapping, layer)
         work = cut_attention_work(*rows[1:], **sizes, config=config)
         return attend(q, kv_cache, layer, *rows[:3], work, scale=SCALE, config=config, interpret=True)
 
@@ -122,18 +122,6 @@ def test_a_larger_bucket_changes_nothing():
     got = run(large, "mixed")
     np.testing.assert_array_equal(run(small, "mixed"), got[: small.num_tokens])
     assert not got[small.num_tokens :].any()
-
-
-@pytest.mark.parametrize("pad_tokens", [0, 3])
-def test_write_touches_the_slots_of_real_tokens_only(pad_tokens):
-    case = bf16_case(np.random.default_rng(10), MIXED, pad_tokens=pad_tokens, num_heads=3, num_kv_heads=3, head_dim=64)
-    floats = [jnp.asarray(x, jnp.bfloat16) for x in (case.k, case.v, case.kv_cache)]
-    got = jax.jit(write_kv_cache, static_argnames="backend")(*floats, case.slot_mapping, case.layer, backend=BACKEND)
-    expected = case.kv_cache.copy()
-    for t in range(case.num_tokens):
-        block, offset = divmod(case.slot_mapping[t], 16)
-        expected[case.layer, block, :, :, offset] = np.stack([case.k[t], case.v[t]])
-    np.testing.assert_array_equal(np.asarray(got, np.float32), expected)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import re
 import jax
 import pytest
 
-from pallas_kernels import make_attention_work, paged_attention, write_kv_cache
+from pallas_kernels import HeadNorm, make_attention_work, paged_attention, rope_and_write_kv
 from pallas_kernels.arg_specs import BUCKETS, HEAD_SHAPES, Bucket, HeadShape, step_specs
 
 KERNEL = re.compile(r"stablehlo\.custom_call @mosaic_gpu\w*\(%")
@@ -17,15 +17,17 @@ KERNEL = re.compile(r"stablehlo\.custom_call @mosaic_gpu\w*\(%")
 def lower_layer(heads: HeadShape, bucket: Bucket, block_size: int) -> str:
     """The write and the attention of one layer, the cache donated."""
 
-    def layer(kv_cache, q, k, v, slot_mapping, layer, *rows):
-        kv_cache = write_kv_cache(k, v, kv_cache, slot_mapping, layer, backend="mosaic_gpu")
+    def layer(kv_cache, qkv, rope, norm_weight, slot_mapping, layer, *rows):
+        norm = HeadNorm(norm_weight, norm_weight, eps=1e-6)
+        where = (kv_cache, slot_mapping, layer)
+        q, kv_cache = rope_and_write_kv(qkv, *where, rope=rope, norm=norm, backend="mosaic_gpu")
         sizes = {"num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads, "block_size": block_size}
         options = {"kind": bucket.kind, "backend": "mosaic_gpu"}
         work = make_attention_work(*rows[1:], num_tokens=bucket.num_tokens, **sizes, **options)
         return paged_attention(q, kv_cache, layer, *rows, work, scale=0.1, **options), kv_cache
 
     specs = step_specs(heads, bucket, block_size=block_size)
-    args = (specs.kv_cache, specs.q, specs.k, specs.v, specs.slot_mapping, specs.layer)
+    args = (specs.kv_cache, specs.qkv, specs.rope, specs.norm_weight, specs.slot_mapping, specs.layer)
     rows = (specs.block_tables, specs.seq_lens, specs.query_start_loc, specs.num_decodes, specs.num_reqs)
     return jax.jit(layer, donate_argnums=0).trace(*args, *rows).lower(lowering_platforms=("cuda",)).as_text()
 

@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_attention, write_kv_cache
-from tests.pallas_kernels.attention_cases import AttentionCase, expected_attention, make_case
+from pallas_kernels import paged_attention, rope_and_write_kv
+from tests.pallas_kernels.attention_cases import AttentionCase, expected_attention, make_case, merge_qkv
 
 SCALE = 0.31
 
 
 def run(case: AttentionCase, kind: str, dtype: jnp.dtype = jnp.float32, **options) -> np.ndarray:
     def both_ops(q, k, v, kv_cache, slot_mapping, layer, *rows):
-        kv_cache = write_kv_cache(k, v, kv_cache, slot_mapping, layer)
+        q, kv_cache = rope_and_write_kv(merge_qkv(q, k, v), kv_cache, slot_mapping, layer)
         return paged_attention(q, kv_cache, layer, *rows, scale=SCALE, kind=kind, **options)
 
     floats = [jnp.asarray(x, dtype) for x in (case.q, case.k, case.v, case.kv_cache)]
@@ -89,21 +89,6 @@ def test_a_larger_bucket_changes_nothing():
     large = make_case(np.random.default_rng(7), MIXED, num_decodes=2, pad_tokens=241, pad_rows=9)
     large = AttentionCase(**{**vars(large), "q": np.concatenate([small.q, large.q[small.num_tokens :]])})
     np.testing.assert_array_equal(run(small, "mixed"), run(large, "mixed")[: small.num_tokens])
-
-
-def test_write_fills_the_slots_of_one_layer_in_place():
-    case = make_case(np.random.default_rng(8), MIXED, pad_tokens=3)
-    args = [jnp.asarray(x) for x in (case.k, case.v, case.kv_cache, case.slot_mapping, case.layer)]
-    compiled = jax.jit(write_kv_cache, donate_argnums=2).lower(*args).compile()
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == case.kv_cache.nbytes
-    assert memory.temp_size_in_bytes < case.kv_cache.nbytes / 4
-    got = np.asarray(compiled(*args))
-    expected = case.kv_cache.copy()
-    for t in range(case.num_tokens):
-        block, offset = divmod(case.slot_mapping[t], 16)
-        expected[case.layer, block, :, :, offset] = np.stack([case.k[t], case.v[t]])
-    np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,9 @@ from jaxvllm.weights.checkpoint import TensorInfo
 from jaxvllm.weights.load import load_params
 from tests.parity.paged_driver import PagedDriver
 
+# Operations this small are 30 times slower while threads wait for each other, as on a busy machine.
+torch.set_num_threads(1)
+
 # Unequal, mostly prime: a swapped axis cannot pass.
 SIZES = {
     "vocab_size": 131,

@@ -146,7 +146,7 @@ def step_watching_victims(checked: CheckedScheduler) -> None:
 
 def test_a09_random_priorities():
     rng = random.Random(9)
-    for draw in range(40):
+    for draw in range(200):
         checked = make_checked(6, policy="priority", async_scheduling=draw % 2 == 0)
         for index in range(5):
             prompt, priority = rng.randint(1, 60), rng.randint(0, 3)

@@ -137,6 +137,43 @@ def test_a_preempted_request_waits_for_its_token_in_flight():
     run(checked)
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_id_is_refused_as_long_as_a_step_in_flight_or_the_next_update_speaks_of_it(async_scheduling: bool):
+    checked = make_checked(20, async_scheduling=async_scheduling)
+
+    def is_refused() -> bool:
+        try:
+            checked.scheduler.add_request(make_request("r", 5, max_tokens=1))
+        except ValueError as error:
+            return "id 'r' is in use" in str(error)
+        return False
+
+    checked.add(make_request("r", 20, max_tokens=9))
+    checked.schedule()
+    checked.abort(["r"])
+    assert is_refused(), "its token in flight would become the new request's"
+    assert checked.update().finished.keys() == {"r"}
+    checked.add(make_request("r", 20, max_tokens=9))
+    checked.abort(["r"])
+    assert is_refused(), "the caller could not tell whose end it hears"
+    run(checked)
+    assert not is_refused()
+
+
+@pytest.mark.parametrize("num_in_flight", [0, 1])
+def test_an_aborted_request_leaves_known_only_what_a_returned_step_fills(num_in_flight: int):
+    checked = make_checked(20, async_scheduling=True, max_num_batched_tokens=16)
+    prompt = ids(50)
+    checked.add(make_request("p", prompt))
+    for _ in range(num_in_flight):
+        checked.schedule()
+    checked.abort(["p"])
+    checked.add(make_request("q", prompt))
+    (new,) = checked.schedule().scheduled_new_requests
+    assert new.num_computed_tokens == 16 * num_in_flight
+    run(checked)
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

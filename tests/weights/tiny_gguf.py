@@ -53,7 +53,9 @@ def write_gguf(
         **(metadata or {}),
     }
     for key, value in header.items():
-        if isinstance(value, bool):
+        if key == "general.alignment":
+            writer.add_custom_alignment(value)  # the key, and where the tensors start
+        elif isinstance(value, bool):
             writer.add_bool(key, value)
         elif isinstance(value, int):
             writer.add_uint32(key, value)
