@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxvllm.engine import Engine
 
 DEFAULT_MAX_TOKENS = 256
-_NO_OPTION = ("override_generation_config", "executor")
+_NO_OPTION = ("override_generation_config", "executor", "skip_tokenizer_init")
 _ENGINE_HELP = {
     "model": "local Hugging Face folder, GGUF file or hub id (default: SmolLM2-135M-Instruct)",
     "dtype": "auto, float32, bfloat16 or float16 (auto: float32 on a CPU, the checkpoint's own on a GPU)",
@@ -28,7 +28,6 @@ _ENGINE_HELP = {
     "load_format": "auto, safetensors, gguf or dummy (random weights)",
     "tokenizer": "folder, GGUF file or hub id of another tokenizer",
     "tokenizer_mode": "auto or hf",
-    "skip_tokenizer_init": "no tokenizer: prompts are token ids",
     "revision": "branch, tag or commit of the model on the hub",
     "tokenizer_revision": "branch, tag or commit of the tokenizer on the hub",
     "download_dir": "where downloads are cached",
@@ -45,6 +44,7 @@ _ENGINE_HELP = {
     "chat_template": "Jinja text, or a file of it, in the place of the model's own",
     "attention_backend": "mosaic_gpu or reference (default: by the device)",
     "disable_log_stats": "no line of statistics every 10 seconds (the default)",
+    "tensor_parallel_size": "GPUs that share the model",
     "multiprocess": "run the engine core in a process of its own (the default)",
 }
 _SAMPLING_OPTIONS: dict[str, tuple[type, str]] = {
