@@ -36,7 +36,7 @@ from tests.weights.tiny_gguf import write_gguf
 PROMPT = np.random.default_rng(5).integers(0, 256, 101).tolist()
 QWEN2 = T_TINY | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 SMALL_ENGINE = {
-    "device": "cpu", "multiprocess": False, "max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64,
+    "device": "cpu", "multiprocess": False, "max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 64,
     "kv_cache_memory_bytes": 1 << 20,
 }  # fmt: skip
 

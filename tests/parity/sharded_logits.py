@@ -15,7 +15,7 @@ SIZES = {"hidden_size": 42, "intermediate_size": 58, "num_layers": 3, "head_dim"
 BIASES = {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True}
 
 
-def compare(mesh: Mesh, **changes) -> tuple[PagedDriver, dict[str, jax.Array]]:
+def compare(mesh: Mesh, num_decodes: int = 3, **changes) -> tuple[PagedDriver, dict[str, jax.Array]]:
     """Run the same steps on one device and on the mesh; gives the driver and the weights of the mesh."""
     config = ModelConfig(architecture="LlamaForCausalLM", rope=RopeConfig(), **SIZES, **changes)
     model = get_model_class(config.architecture)(config)
@@ -31,7 +31,7 @@ def compare(mesh: Mesh, **changes) -> tuple[PagedDriver, dict[str, jax.Array]]:
     for driver in (one, two):
         first, second = driver.add(prompt), driver.add(other)
         parts = [driver.step([(first, 20)])[0]]
-        for rows in ([(first, 1), (second, 23)], *[[(first, 1), (second, 1)]] * 3):
+        for rows in ([(first, 1), (second, 23)], *[[(first, 1), (second, 1)]] * num_decodes):
             parts += driver.step(rows)
         logits.append(np.concatenate(parts))
     assert np.isfinite(logits[0]).all()
@@ -56,7 +56,7 @@ def main() -> None:
     assert "all-gather" not in text and "all-to-all" not in text, "nothing of the cache moves between devices"
 
     # Kv heads that do not divide stay whole; the query heads of the output projection are split all the same.
-    two, split = compare(mesh, num_heads=6, num_kv_heads=3)
+    two, split = compare(mesh, num_decodes=0, num_heads=6, num_kv_heads=3)
     assert split["layers.self_attn.o_proj.weight"].addressable_shards[0].data.shape[1] == 3
     assert two.kv_cache.sharding.is_fully_replicated
     print("equal")
