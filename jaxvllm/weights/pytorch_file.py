@@ -9,6 +9,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -102,6 +103,9 @@ class PytorchFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # zipfile locks its reads, but skips an entry's extra field (which torch writes) relative to where another
+        # thread may have left the file (CPython 3.12): wrong bytes.
+        self._lock = Lock()
         try:
             self._zip = zipfile.ZipFile(path)
             # Strip "data.pkl": the folder inside the archive is named after the file it was first saved as.
@@ -159,7 +163,8 @@ class PytorchFile:
         """One tensor; reads its whole storage."""
         tensor = self._tensors[name]
         storage = tensor.storage
-        raw = self._zip.read(f"{self._prefix}data/{storage.key}")
+        with self._lock:
+            raw = self._zip.read(f"{self._prefix}data/{storage.key}")
         flat = np.frombuffer(raw, storage.dtype, storage.num_elements)[tensor.offset :]
         strides = tuple(stride * storage.dtype.itemsize for stride in tensor.strides)
         return np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False)

@@ -2,6 +2,7 @@
 
 import json
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -75,3 +76,12 @@ def test_a_truncated_file_is_named(tmp_path):
     (tmp_path / "cut.bin").write_bytes(data[: len(data) // 2])
     with pytest.raises(ValueError, match=r"cut\.bin: damaged"):
         PytorchFile(tmp_path / "cut.bin")
+
+
+def test_tensors_read_in_many_threads_are_right(tmp_path):
+    state = {f"t{i}": torch.full((997,), i, dtype=torch.float32) for i in range(60)}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    file = PytorchFile(tmp_path / "pytorch_model.bin")
+    with ThreadPoolExecutor(8) as pool:
+        arrays = list(pool.map(lambda i: file.read(f"t{i % 60}"), range(1200)))
+    assert all((array == i % 60).all() for i, array in enumerate(arrays))
