@@ -137,7 +137,8 @@ def test_engine_that_is_dropped_takes_its_core_with_it(model_folder):
 
 
 INTERRUPTED = f"""
-import os, sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
 from jaxvllm import Engine, SamplingParams
 engine = Engine(sys.argv[1], executor="{EXECUTORS}:slow", skip_tokenizer_init=True, device="cpu")
 print(engine.llm_engine._client.pid, flush=True)
