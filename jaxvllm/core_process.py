@@ -45,7 +45,6 @@ class CoreLoop:
                 continue
             outputs = self._core.step(self._read_inputs)
             if outputs is not None and _says_something(outputs):
-                outputs.stats = None  # nobody reads them; metrics() gives those of the moment
                 self.send(messages.OUTPUTS, outputs)
 
     def send(self, kind: bytes, body: Any) -> None:

@@ -87,7 +87,7 @@ class FinishedRequest:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """The state after a step, for logs and metrics. kv_cache_usage is a fraction of the usable blocks."""
+    """The state of a scheduler at a moment, for logs and metrics. kv_cache_usage is a fraction of the usable blocks."""
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
@@ -96,7 +96,6 @@ class SchedulerStats:
     prefix_cache_hits: int = 0  # tokens found since the start
     num_preemptions: int = 0  # since the start
     num_recomputed_tokens: int = 0  # since the start: computed again after a pre-emption, prefix hits left out
-    num_scheduled_tokens: int = 0  # in this step
 
 
 @dataclass(slots=True)
@@ -107,11 +106,9 @@ class EngineCoreOutputs:
       request_ids, new_token_ids: parallel; one entry for each request that got a token.
       num_cached_tokens: for requests whose first token this is: prompt tokens found in the prefix cache.
       finished: those that ended in this step, with a last token above or (abort, error) without.
-      stats: state of the scheduler after the step.
     """
 
     request_ids: list[str] = field(default_factory=list)
     new_token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
     finished: dict[str, FinishedRequest] = field(default_factory=dict)
-    stats: SchedulerStats | None = None

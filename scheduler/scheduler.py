@@ -229,10 +229,9 @@ class Scheduler:
                     ended.append((request, status))
                     outputs.finished[request_id] = FinishedRequest(status.finish_reason, request.stop_reason)
         self._end(ended)
-        outputs.stats = self.make_stats(scheduler_output.total_num_scheduled_tokens)
         return outputs
 
-    def make_stats(self, num_scheduled_tokens: int = 0) -> SchedulerStats:
+    def make_stats(self) -> SchedulerStats:
         """The present state in numbers."""
         return SchedulerStats(
             num_running_reqs=len(self.running),
@@ -242,7 +241,6 @@ class Scheduler:
             prefix_cache_hits=self._num_hit_tokens,
             num_preemptions=self._num_preemptions,
             num_recomputed_tokens=self._num_recomputed_tokens,
-            num_scheduled_tokens=num_scheduled_tokens,
         )
 
     def _append_token(self, request: Request, token_id: int) -> None:

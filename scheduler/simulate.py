@@ -230,12 +230,13 @@ class Simulation:
         self._calls.got_tokens(outputs.request_ids, self._now)
         for request_id in outputs.finished:
             self._calls.ended(request_id)
-        self._note_state(outputs.stats)
+        self._note_state()
 
-    def _note_state(self, stats: SchedulerStats | None) -> None:
+    def _note_state(self) -> None:
         timeline = self._timeline
-        if stats is None or (timeline.time_s and self._now < timeline.time_s[-1] + TIMELINE_INTERVAL_S):
+        if timeline.time_s and self._now < timeline.time_s[-1] + TIMELINE_INTERVAL_S:
             return
+        stats = self.scheduler.make_stats()
         timeline.time_s.append(self._now)
         timeline.num_running.append(stats.num_running_reqs)
         timeline.num_waiting.append(stats.num_waiting_reqs)
