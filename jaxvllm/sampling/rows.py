@@ -28,10 +28,19 @@ class SamplingRows:
     num_stop_ids: jax.Array  # i32[R]
     stop_ids: jax.Array  # i32[R, MAX_MASKED_IDS] masked while output_index < min_tokens
     needs_sample: jax.Array  # bool[R] False: the row's token is not wanted
+    has_grammar: jax.Array  # bool[R]
+    row_numbers: jax.Array | None  # i32[R] rows of grammar_masks
+    grammar_masks: jax.Array | None  # i32[max_num_seqs, words]; gathered where a row needs it. None: no row has one
 
     @staticmethod
-    def from_records(records: jax.Array, seq_lens: jax.Array, needs_sample: jax.Array) -> "SamplingRows":
-        """Read the columns of i32[R, RECORD_WIDTH] records."""
+    def from_records(
+        records: jax.Array,
+        seq_lens: jax.Array,
+        needs_sample: jax.Array,
+        row_numbers: jax.Array | None = None,
+        grammar_masks: jax.Array | None = None,
+    ) -> "SamplingRows":
+        """Read the columns of i32[R, RECORD_WIDTH] records; the other arguments as the attributes."""
 
         def floats(column: int) -> jax.Array:
             return lax.bitcast_convert_type(records[:, column], jnp.float32)
@@ -48,4 +57,7 @@ class SamplingRows:
             num_stop_ids=records[:, RecordField.NUM_STOP_IDS],
             stop_ids=records[:, RecordField.STOP_IDS :],
             needs_sample=needs_sample,
+            has_grammar=records[:, RecordField.HAS_GRAMMAR] == 1,
+            row_numbers=row_numbers,
+            grammar_masks=grammar_masks,
         )

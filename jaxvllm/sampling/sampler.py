@@ -20,7 +20,7 @@ def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     Returns: i32[R].
     """
     # One cond over everything beyond argmax, and it returns ids: a branch that passed logits through would copy them.
-    is_plain = (rows.temperature <= 0) & (rows.output_index >= rows.min_tokens)
+    is_plain = (rows.temperature <= 0) & (rows.output_index >= rows.min_tokens) & ~rows.has_grammar
     return lax.cond(jnp.all(is_plain | ~rows.needs_sample), _greedy, _process_and_sample, logits, rows)
 
 
