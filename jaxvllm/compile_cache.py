@@ -13,7 +13,7 @@ from scheduler.buckets import BucketKey
 
 logger = logging.getLogger(__name__)
 
-ProgramKey = BucketKey | Literal["admit"]
+ProgramKey = BucketKey | Literal["admit", "masks"]
 
 
 class CompileAfterWarmupError(RuntimeError):

@@ -4,7 +4,7 @@ import contextlib
 import importlib
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core_messages import CoreMetrics, EngineCoreInfo, EngineCoreRequest
@@ -12,6 +12,9 @@ from scheduler.config import CacheConfig
 from scheduler.outputs import EngineCoreOutputs, FinishedRequest, ModelRunnerOutput, SchedulerOutput
 from scheduler.request import Request, RequestStatus
 from scheduler.scheduler import make_scheduler
+
+if TYPE_CHECKING:
+    from jaxvllm.structured_output.manager import GrammarManager, TokenGrammar
 
 
 class StepHandle(Protocol):
@@ -62,6 +65,10 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self._executor = executor
+        self._model = config.model
+        self._grammars: GrammarManager | None = None
+        if config.device == "gpu":  # what would stop serving for a moment is done ahead, as compiling is
+            self._grammar_manager().prepare()
         num_blocks = executor.initialize()
         memory, max_model_len = config.memory, config.scheduler.max_model_len
         self.info = EngineCoreInfo(num_blocks, memory.block_size, max_model_len)
@@ -75,6 +82,9 @@ class EngineCore:
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. One that the scheduler refuses ends with finish reason "error" in the next outputs."""
+        grammar: TokenGrammar | None = None
+        if request.sampling_params.structured_outputs is not None:
+            grammar = self._grammar_manager().add(request.sampling_params.structured_outputs)
         try:
             self._scheduler.add_request(
                 Request(
@@ -85,9 +95,12 @@ class EngineCore:
                     arrival_time=request.arrival_time,
                     priority=request.priority,
                     cache_salt=request.cache_salt,
+                    grammar=grammar,
                 )
             )
         except ValueError as error:
+            if grammar is not None:
+                grammar.close()
             self._rejected[request.request_id] = FinishedRequest("error", str(error))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -108,6 +121,8 @@ class EngineCore:
         Returns: what the callers are to hear; None if the step only filled the pipeline.
         """
         if len(self._in_flight) < self._depth and self._scheduler.has_requests():
+            if self._grammars is not None:
+                self._grammars.wait_for_masks()
             scheduler_output = self._scheduler.schedule()
             handle = self._executor.execute(scheduler_output)
             if handle is not None:
@@ -115,14 +130,30 @@ class EngineCore:
                 if len(self._in_flight) < self._depth:
                     return self._with_rejected(None)
             elif not self._in_flight:
+                if self._grammars is not None:
+                    self._grammars.wait()
                 read_inputs()
-                return self._with_rejected(self._scheduler.update_from_output(scheduler_output, ModelRunnerOutput()))
+                return self._update(scheduler_output, ModelRunnerOutput())
         if not self._in_flight:
             return self._with_rejected(None)
         scheduler_output, handle = self._in_flight.popleft()
         result = handle.wait()
         read_inputs()
-        return self._with_rejected(self._scheduler.update_from_output(scheduler_output, result))
+        return self._update(scheduler_output, result)
+
+    def _update(self, scheduler_output: SchedulerOutput, result: ModelRunnerOutput) -> EngineCoreOutputs | None:
+        outputs = self._scheduler.update_from_output(scheduler_output, result)
+        if self._grammars is not None:
+            self._grammars.start_masks()
+        return self._with_rejected(outputs)
+
+    def _grammar_manager(self) -> "GrammarManager":
+        """Made for the first request that needs it: most engines never see one."""
+        if self._grammars is None:
+            from jaxvllm.structured_output.manager import make_grammar_manager
+
+            self._grammars = make_grammar_manager(self._model)
+        return self._grammars
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing happens, while requests hold blocks."""
@@ -139,6 +170,8 @@ class EngineCore:
             _, handle = self._in_flight.popleft()
             with contextlib.suppress(Exception):  # nobody wants the result
                 handle.wait()
+        if self._grammars is not None:
+            self._grammars.shutdown()
         self._executor.shutdown()
 
     def _with_rejected(self, outputs: EngineCoreOutputs | None) -> EngineCoreOutputs | None:

@@ -57,7 +57,9 @@ class DeviceExecutor:
         )
         model_config = with_dtype(source.config, config.model.dtype, device.platform)
         scheduler = config.scheduler
-        limits = BatchLimits(scheduler.max_num_seqs, scheduler.max_model_len, config.memory.block_size)
+        limits = BatchLimits(
+            scheduler.max_num_seqs, scheduler.max_model_len, config.memory.block_size, model_config.vocab_size
+        )
         sizes = GPU_MIN_SIZES if device.platform == "gpu" else {}
         policy = powers_of_two(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, **sizes)
         backend = choose_backend(config.attention_backend, device, model_config, limits)

@@ -12,7 +12,7 @@ from jaxvllm.core_client import CoreClient, make_client
 from jaxvllm.input_processor import InputProcessor, ProcessedRequest, Prompt
 from jaxvllm.metrics import FrontEndStats, Metric
 from jaxvllm.model_info import ModelInfo, read_model_info
-from jaxvllm.model_source import ModelSource, read_json, resolve
+from jaxvllm.model_source import ModelSource, load_tokenizer, read_json, resolve
 from jaxvllm.models.registry import MODELS
 from jaxvllm.output_processor import OutputProcessor
 from jaxvllm.outputs import RequestOutput
@@ -59,7 +59,9 @@ class LLMEngine:
         config = dataclasses.replace(config, model=local)
         client = make_client(config, args.use_multiprocess)
         try:
-            tokenizer = None if args.skip_tokenizer_init else _load_tokenizer(args, source)
+            tokenizer = None
+            if not args.skip_tokenizer_init:
+                tokenizer = load_tokenizer(source, args.tokenizer, args.tokenizer_revision, args.download_dir)
             model = read_model_info(source, tokenizer, _generation_config(args, source))
             return cls(config, model, tokenizer, client, not args.disable_log_stats)
         except BaseException:
@@ -217,22 +219,6 @@ def _check_load_format(load_format: str, path: Path) -> None:
         raise ValueError(f"load_format='gguf', but {path} is a folder: name the .gguf file, or use load_format='auto'.")
     if load_format == "safetensors" and (is_gguf or not any(path.glob("*.safetensors"))):
         raise ValueError(f"load_format='safetensors', but {path} has no .safetensors file: use load_format='auto'.")
-
-
-def _load_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer:
-    """The model's own tokenizer, or the one that EngineArgs.tokenizer names: a folder, a GGUF file or a hub id."""
-    if args.tokenizer is None:
-        return source.load_tokenizer()
-    path = Path(args.tokenizer).expanduser()
-    if path.is_file():
-        return resolve(path).load_tokenizer()
-    if not path.is_dir():
-        from jaxvllm.weights.hub import download
-
-        path = download(
-            args.tokenizer, revision=args.tokenizer_revision, cache_dir=args.download_dir, with_weights=False
-        )
-    return Tokenizer.from_folder(path)
 
 
 def _generation_config(args: EngineArgs, source: ModelSource) -> Mapping[str, Any]:

@@ -14,12 +14,12 @@ from jaxvllm.compile_cache import CompileCache, ProgramKey, compiler_options
 from jaxvllm.device_state import DeviceState
 from jaxvllm.kv_cache import KVCacheSpec
 from jaxvllm.parallel import kv_cache_sharding, make_mesh, replicated
-from jaxvllm.step import Model, Params, admit_step, make_step
+from jaxvllm.step import Model, Params, admit_step, make_step, write_masks_step
 from pallas_kernels import Backend
 from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketKey, BucketPolicy
 from scheduler.outputs import ModelRunnerOutput
-from scheduler.plan import ADMITS_PER_STEP, PlanLayout, StepPlan, admit_width
+from scheduler.plan import ADMITS_PER_STEP, MASKS_PER_WRITE, PlanLayout, StepPlan, admit_width
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +126,8 @@ class ModelRunner:
         keys: list[ProgramKey] = list(self.config.policy.keys())
         if self.config.limits.max_num_seqs > ADMITS_PER_STEP:
             keys.append("admit")
+        if self.config.limits.vocab_size:
+            keys.append("masks")
         return keys
 
     def warm_up(self) -> Iterator[ProgramKey]:
@@ -138,6 +140,8 @@ class ModelRunner:
         assert self.device_state is not None, "initialize_kv_cache comes first"
         for admits in plan.overflow:
             self.device_state = self.programs.get("admit")(self.device_state, admits)
+        for writes in plan.mask_writes:
+            self.device_state = self.programs.get("masks")(self.device_state, writes)
         program = self.programs.get(plan.key)
         token_ids, self.kv_cache, self.device_state = program(
             self._params, self.kv_cache, self.device_state, plan.buffer
@@ -145,13 +149,19 @@ class ModelRunner:
         return StepHandle(token_ids, plan)
 
     def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
+        limits = self.config.limits
         if key == "admit":
-            limits = self.config.limits
-            jitted = jax.jit(admit_step, donate_argnums=0, out_shardings=self._replicated)
-            return jitted.lower(
-                DeviceState.shapes(limits, self._replicated), self._host_array(ADMITS_PER_STEP, admit_width(limits))
-            )
+            return self._lower_change(admit_step, ADMITS_PER_STEP, admit_width(limits))
+        if key == "masks":
+            return self._lower_change(write_masks_step, MASKS_PER_WRITE, 1 + limits.mask_words)
         return self._lower_step(key, self._num_blocks)
+
+    def _lower_change(
+        self, change: Callable[[DeviceState, jax.Array], DeviceState], num_rows: int, width: int
+    ) -> jax.stages.Lowered:
+        """A program that changes device rows before a step."""
+        jitted = jax.jit(change, donate_argnums=0, out_shardings=self._replicated)
+        return jitted.lower(DeviceState.shapes(self.config.limits, self._replicated), self._host_array(num_rows, width))
 
     def _lower_step(self, key: BucketKey, num_blocks: int) -> jax.stages.Lowered:
         config = self.config

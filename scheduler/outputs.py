@@ -6,6 +6,8 @@ that the garbage collector has to follow, and a message is a few flat lists.
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from scheduler.sampling_params import SamplingParams
 
 
@@ -56,6 +58,8 @@ class SchedulerOutput:
       num_scheduled_tokens: request id -> tokens; order = running requests in list order, then admitted ones.
       finished_request_ids: ended since the last step: their rows are free.
       preempted_request_ids: pre-empted in this step: their rows are free.
+      grammar_masks: for requests with a grammar that sample in this step: the tokens that may come, as i32[words] with
+        bit b of word w for token 32 * w + b; tokens beyond the words may not come.
     """
 
     scheduled_new_requests: list[NewRequestData] = field(default_factory=list)
@@ -65,6 +69,7 @@ class SchedulerOutput:
     num_common_prefix_blocks: int = 0
     finished_request_ids: set[str] = field(default_factory=set)
     preempted_request_ids: set[str] = field(default_factory=set)
+    grammar_masks: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -78,7 +83,7 @@ class ModelRunnerOutput:
 class FinishedRequest:
     """How a request ended: finish_reason is stop, length, abort, error or repetition.
 
-    stop_reason is the stop token's id or the stop string, None for EOS and for the other reasons.
+    stop_reason is the stop token's id or the stop string, "repetition_detected", what the error is, or None.
     """
 
     finish_reason: str
