@@ -1,7 +1,10 @@
 """The engine's numbers: what they count, when, and how Prometheus reads them."""
 
+import json
 import logging
+import re
 import time
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,6 +22,7 @@ from scheduler.outputs import SchedulerStats
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine.fake_executor import SuccessorExecutor
 
+DASHBOARD = Path(__file__).parents[2] / "dashboards" / "grafana.json"
 # With vLLM 0.22.1's names; a dashboard made for it must find its numbers.
 VLLM_NAMES = {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries"),
@@ -250,3 +254,25 @@ def test_engine_writes_the_line_while_it_serves(model_folder, caplog, monkeypatc
         engine.generate([[1, 2]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     lines = [record.message for record in caplog.records if record.message.startswith("Avg prompt throughput")]
     assert len(lines) == 4 and "Running: 1 reqs" in lines[0]
+
+
+def test_dashboard_asks_for_nothing_that_is_not_there(served):
+    engine, _ = served
+    text = prometheus.render(engine.get_metrics(), model_name="m").decode()
+    there = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    dashboard = json.loads(DASHBOARD.read_text())
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    expressions += [variable["definition"] for variable in dashboard["templating"]["list"]]
+    for expression in expressions:
+        names = re.findall(r"\b(?:jax)?vllm:\w+", expression)
+        assert names and there.issuperset(names), expression
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    places = [(p["gridPos"]["x"] + dx, p["gridPos"]["y"] + dy) for p in panels for dx in range(8) for dy in range(8)]
+    assert len(set(places)) == len(places)  # no panel covers another
+
+
+def test_dashboard_shows_what_only_a_bucketed_engine_has():
+    text = DASHBOARD.read_text()
+    for name in ("steps", "step_padding_tokens", "step_host_time_seconds", "late_compiles"):
+        assert f"jaxvllm:{name}" in text
