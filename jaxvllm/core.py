@@ -2,11 +2,13 @@
 
 import contextlib
 import importlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core_clock import CoreClock
 from jaxvllm.core_messages import CoreMetrics, EngineCoreInfo, EngineCoreRequest
 from scheduler.config import CacheConfig
 from scheduler.outputs import EngineCoreOutputs, FinishedRequest, ModelRunnerOutput, SchedulerOutput
@@ -43,7 +45,7 @@ class Executor(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Counters and gauges of the device side, by name; may be empty."""
+        """Numbers of the device side by name, as Prometheus writes them: 'steps_total{kind="decode"}'; may be empty."""
         ...
 
     def shutdown(self) -> None:
@@ -78,7 +80,9 @@ class EngineCore:
         )
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._num_results = 0  # steps whose result has been taken
         self._rejected: dict[str, FinishedRequest] = {}
+        self._clock = CoreClock()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. One that the scheduler refuses ends with finish reason "error" in the next outputs."""
@@ -98,6 +102,7 @@ class EngineCore:
                     grammar=grammar,
                 )
             )
+            self._clock.note_queued(request.request_id)
         except ValueError as error:
             if grammar is not None:
                 grammar.close()
@@ -120,10 +125,17 @@ class EngineCore:
 
         Returns: what the callers are to hear; None if the step only filled the pipeline.
         """
+        start, num_results = time.monotonic(), self._num_results
+        outputs = self._step(read_inputs)
+        self._clock.end_call(start, outputs, self._num_results > num_results)
+        return outputs
+
+    def _step(self, read_inputs: Callable[[], None]) -> EngineCoreOutputs | None:
         if len(self._in_flight) < self._depth and self._scheduler.has_requests():
             if self._grammars is not None:
                 self._grammars.wait_for_masks()
             scheduler_output = self._scheduler.schedule()
+            self._clock.note_scheduled(scheduler_output.scheduled_new_requests)
             handle = self._executor.execute(scheduler_output)
             if handle is not None:
                 self._in_flight.append((scheduler_output, handle))
@@ -137,7 +149,8 @@ class EngineCore:
         if not self._in_flight:
             return self._with_rejected(None)
         scheduler_output, handle = self._in_flight.popleft()
-        result = handle.wait()
+        result = self._clock.wait(handle)
+        self._num_results += 1
         read_inputs()
         return self._update(scheduler_output, result)
 
@@ -161,7 +174,8 @@ class EngineCore:
 
     def metrics(self) -> CoreMetrics:
         """The state now, in numbers."""
-        return CoreMetrics(self._scheduler.make_stats(), self._executor.metrics())
+        clock = self._clock
+        return CoreMetrics(self._scheduler.make_stats(), self._executor.metrics(), clock.host_time, clock.wait_time)
 
     def shutdown(self) -> None:
         """Wait for what is in flight and free the device."""

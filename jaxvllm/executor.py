@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxvllm.attention_backend import choose_backend
+from jaxvllm.bucket_stats import BucketStats
 from jaxvllm.config import EngineConfig
 from jaxvllm.kv_cache import GIB, KVCacheSpec, free_device_bytes, num_blocks_that_fit
 from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_specs, unstack_small
@@ -38,6 +39,7 @@ class DeviceExecutor:
         self._config = config
         self._planner: Planner | None = None
         self._runner: ModelRunner | None = None
+        self._buckets = BucketStats()
 
     def initialize(self) -> int:
         """Load the model, allocate the KV pool, compile the programs of a GPU. Returns num_blocks.
@@ -88,16 +90,20 @@ class DeviceExecutor:
         """Plan and dispatch a step without waiting for it; None if it holds no tokens."""
         assert self._planner is not None and self._runner is not None, "initialize comes first"
         plan = self._planner.build(scheduler_output)
-        return None if plan is None else self._runner.execute(plan)
+        if plan is None:
+            return None
+        self._buckets.count(plan.key, plan.num_tokens, plan.num_reqs)
+        return self._runner.execute(plan)
 
     def metrics(self) -> dict[str, float]:
-        """Programs compiled ahead and while serving."""
+        """Programs compiled ahead and while serving; steps, tokens and pads by bucket."""
         assert self._runner is not None, "initialize comes first"
         programs = self._runner.programs
         return {
             "num_programs": float(len(programs.programs())),
-            "num_late_compiles": float(programs.num_late_compiles),
-            "compile_seconds": sum(programs.compile_seconds.values()),
+            "late_compiles_total": float(programs.num_late_compiles),
+            "compile_seconds_total": sum(programs.compile_seconds.values()),
+            **self._buckets.metrics(),
         }
 
     def shutdown(self) -> None:

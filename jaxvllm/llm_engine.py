@@ -1,8 +1,6 @@
 """LLMEngine: requests in, RequestOutputs out, one step a call; Engine is the convenient face of it."""
 
 import dataclasses
-import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,10 @@ from jaxvllm.model_source import ModelSource, load_tokenizer, read_json, resolve
 from jaxvllm.models.registry import MODELS
 from jaxvllm.output_processor import OutputProcessor
 from jaxvllm.outputs import RequestOutput
+from jaxvllm.stats_log import StatsLog
 from jaxvllm.tokenizer import Tokenizer
 from scheduler.sampling_params import SamplingParams
 
-logger = logging.getLogger(__name__)
-
-LOG_INTERVAL_S = 10.0
 MAX_PRIORITY = 2**31 - 1
 
 
@@ -40,10 +36,10 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self._client = client
         self._core_info = client.wait_until_ready()
-        self._stats = FrontEndStats()
+        self._stats = FrontEndStats.of_engine(config, self._core_info)
         self._input_processor = InputProcessor(model, tokenizer, self._core_info, config.seed)
         self._output_processor = OutputProcessor(tokenizer.backend if tokenizer else None, self._stats)
-        self._stats_log = _StatsLog(self._stats) if log_stats else None
+        self._stats_log = StatsLog(self._stats) if log_stats else None
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
@@ -132,8 +128,7 @@ class LLMEngine:
         if result.aborts:
             self._client.abort_requests(result.aborts)
         if self._stats_log is not None and self._stats_log.is_due():
-            self._stats.scheduler = self._client.metrics().scheduler
-            self._stats_log.write()
+            self._stats_log.write(self._client.metrics())
         return result.request_outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -173,44 +168,12 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """What the engine has done so far."""
-        core = self._client.metrics()
-        self._stats.scheduler = core.scheduler
-        return self._stats.to_metrics(core.device)
+        self._stats.core = self._client.metrics()
+        return self._stats.to_metrics()
 
     def shutdown(self) -> None:
         """End the core and free the device; may be called again."""
         self._client.shutdown()
-
-
-class _StatsLog:
-    """Writes a line like vLLM's every LOG_INTERVAL_S seconds."""
-
-    def __init__(self, stats: FrontEndStats) -> None:
-        self._stats = stats
-        self._since = time.monotonic()
-        self._num_prompt_tokens = self._num_generation_tokens = 0
-
-    def is_due(self) -> bool:
-        """Whether it is time for the next line."""
-        return time.monotonic() - self._since >= LOG_INTERVAL_S
-
-    def write(self) -> None:
-        """Write the line; the stats are those of now."""
-        now = time.monotonic()
-        elapsed = now - self._since
-        stats, state = self._stats, self._stats.scheduler
-        logger.info(
-            "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
-            "Waiting: %d reqs, KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
-            (stats.num_prompt_tokens - self._num_prompt_tokens) / elapsed,
-            (stats.num_generation_tokens - self._num_generation_tokens) / elapsed,
-            state.num_running_reqs,
-            state.num_waiting_reqs,
-            100 * state.kv_cache_usage,
-            100 * state.prefix_cache_hits / max(1, state.prefix_cache_queries),
-        )
-        self._since = now
-        self._num_prompt_tokens, self._num_generation_tokens = stats.num_prompt_tokens, stats.num_generation_tokens
 
 
 def _check_load_format(load_format: str, path: Path) -> None:

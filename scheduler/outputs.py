@@ -111,9 +111,13 @@ class EngineCoreOutputs:
       request_ids, new_token_ids: parallel; one entry for each request that got a token.
       num_cached_tokens: for requests whose first token this is: prompt tokens found in the prefix cache.
       finished: those that ended in this step, with a last token above or (abort, error) without.
+      timestamp: when the core had this, in seconds of time.monotonic(); set by the core, as the next one is.
+      request_times: when a request was queued and when first scheduled (0.0: never), with its first token or its end.
     """
 
     request_ids: list[str] = field(default_factory=list)
     new_token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
     finished: dict[str, FinishedRequest] = field(default_factory=dict)
+    timestamp: float = 0.0
+    request_times: dict[str, tuple[float, float]] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from jaxvllm import cli
+from jaxvllm import cli, cli_args
 from jaxvllm.config import EngineArgs
 
 
@@ -41,7 +41,7 @@ def test_help_has_a_word_for_every_option(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["generate", "--help"])
     assert ended.value.code == 0 and "--temperature" in capsys.readouterr().out
-    assert cli._ENGINE_HELP.keys() == {f.name for f in fields(EngineArgs)} - set(cli._NO_OPTION)
+    assert cli_args.ENGINE_HELP.keys() == {f.name for f in fields(EngineArgs)} - set(cli_args.NO_OPTION)
 
 
 def test_several_prompts_are_told_apart(model_folder, capsys):

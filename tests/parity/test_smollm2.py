@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from jaxvllm import Engine, SamplingParams, cli
+from jaxvllm import Engine, SamplingParams, cli, generate_cli
 from jaxvllm.layers.parameter import param_specs
 from jaxvllm.model_source import ModelSource, default_model, resolve
 from jaxvllm.models.registry import get_model_class
@@ -88,7 +88,7 @@ def test_smollm2_answers_as_transformers_does_and_equal_prompts_share_blocks(ref
         assert num_shared[3] == (len(outputs[3].prompt_token_ids) - 1) // 16 * 16 > num_shared[1] > num_shared[0] == 0
         assert engine.reset_prefix_cache()
 
-        monkeypatch.setattr(cli, "_make_engine", lambda args: contextlib.nullcontext(engine))
+        monkeypatch.setattr(generate_cli, "make_engine", lambda args: contextlib.nullcontext(engine))
         assert cli.main(["generate", *questions, "--max-tokens", "8"]) == 0
         printed = capsys.readouterr()
         assert ">>> What is the capital of France?\nThe capital of France is Paris.\n" in printed.out

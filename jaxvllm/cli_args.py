@@ -1,0 +1,109 @@
+"""Options that commands share: those of the engine and those of sampling."""
+
+import argparse
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, get_args
+
+from jaxvllm.config import EngineArgs
+from scheduler.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxvllm.engine import Engine
+
+DEFAULT_MAX_TOKENS = 256
+NO_OPTION = ("override_generation_config", "executor", "skip_tokenizer_init")
+ENGINE_HELP = {
+    "model": "local Hugging Face folder, GGUF file or hub id (default: SmolLM2-135M-Instruct)",
+    "dtype": "auto, float32, bfloat16 or float16 (auto: float32 on a CPU, the checkpoint's own on a GPU)",
+    "device": "auto, cpu or gpu",
+    "max_model_len": "longest prompt and answer together, in tokens",
+    "max_num_seqs": "most requests in a step",
+    "max_num_batched_tokens": "most tokens in a step",
+    "gpu_memory_utilization": "share of the GPU's memory that the engine may use",
+    "seed": "of the random choice; the same seed gives the same answers",
+    "load_format": "auto, safetensors, gguf or dummy (random weights)",
+    "tokenizer": "folder, GGUF file or hub id of another tokenizer",
+    "tokenizer_mode": "auto or hf",
+    "revision": "branch, tag or commit of the model on the hub",
+    "tokenizer_revision": "branch, tag or commit of the tokenizer on the hub",
+    "download_dir": "where downloads are cached",
+    "block_size": "tokens in a block of the KV cache: 16, 32, 64 or 128",
+    "enable_prefix_caching": "keep the KV blocks of prompts for later requests (the default)",
+    "kv_cache_memory_bytes": "size of the KV cache (default: 1 GiB on a CPU, what is free on a GPU)",
+    "num_gpu_blocks_override": "size of the KV cache in blocks",
+    "long_prefill_token_threshold": "most tokens of one prompt in a step; 0: no limit",
+    "enable_chunked_prefill": "spread a long prompt over steps (the default)",
+    "scheduler_reserve_full_isl": "admit a prompt only if the KV cache has room for all of it (the default)",
+    "scheduling_policy": "fcfs or priority",
+    "async_scheduling": "schedule a step while the one before it runs (the default)",
+    "generation_config": "auto (the model's), vllm (none), or a folder with a generation_config.json",
+    "chat_template": "Jinja text, or a file of it, in the place of the model's own",
+    "attention_backend": "mosaic_gpu or reference (default: by the device)",
+    "disable_log_stats": "no line of statistics every 10 seconds (the default)",
+    "tensor_parallel_size": "GPUs that share the model",
+    "multiprocess": "run the engine core in a process of its own (the default)",
+}
+SAMPLING_OPTIONS: dict[str, tuple[type, str]] = {
+    "temperature": (float, "0 is greedy, the default where the model's generation config names none"),
+    "top_p": (float, "smallest set of tokens with this probability"),
+    "top_k": (int, "most likely tokens to choose from"),
+    "min_p": (float, "least probability, relative to the likeliest token"),
+    "max_tokens": (int, f"longest answer in tokens (default: {DEFAULT_MAX_TOKENS})"),
+    "min_tokens": (int, "shortest answer in tokens"),
+}
+
+
+def flag(name: str) -> str:
+    """The option of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def add_engine_options(group: Any, leave_out: Iterable[str] = ()) -> None:
+    """One option for every field of EngineArgs; one that is not given keeps the field's default.
+
+    Args:
+      group: a parser or an argument group.
+      leave_out: fields that the command has a way of its own for.
+    """
+    for f in fields(EngineArgs):
+        if f.name in NO_OPTION or f.name in leave_out:
+            continue
+        kind = next(kind for kind in get_args(f.type) or (f.type,) if kind is not type(None))
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=ENGINE_HELP.get(f.name), **how)
+
+
+def given_engine_args(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of EngineArgs that the command line gives."""
+    given = vars(args)
+    return {f.name: given[f.name] for f in fields(EngineArgs) if f.name in given}
+
+
+def make_engine(args: argparse.Namespace) -> "Engine":
+    """The engine that a command line asks for; bad sampling options are refused before the model is loaded."""
+    sampling_params(args, {})
+    from jaxvllm.engine import Engine  # late: `jaxvllm --help` needs no tokenizer library
+
+    return Engine(**given_engine_args(args))
+
+
+def add_sampling_options(group: Any) -> None:
+    """The options that sampling_params() reads."""
+    for name, (kind, text) in SAMPLING_OPTIONS.items():
+        group.add_argument(flag(name), type=kind, help=text)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer at this text; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
+
+
+def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
+    """What the options say, over the model's defaults, over the command line's own."""
+    values = {"temperature": 0.0, "max_tokens": DEFAULT_MAX_TOKENS} | dict(defaults)
+    values |= {name: getattr(args, name) for name in SAMPLING_OPTIONS if getattr(args, name) is not None}
+    return SamplingParams(**values, stop=args.stop, ignore_eos=args.ignore_eos)
+
+
+def conversation(system: str | None, prompt: str) -> list[dict[str, Any]]:
+    """One user message, behind a system message if there is one."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return [*messages, {"role": "user", "content": prompt}]
