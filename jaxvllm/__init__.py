@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxvllm.async_engine import AsyncEngine, AsyncLLM, AsyncLLMEngine
     from jaxvllm.config import EngineArgs
     from jaxvllm.engine import LLM, Engine
     from jaxvllm.errors import EngineDeadError
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
+    "AsyncLLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
     "Engine",
     "EngineArgs",
@@ -32,6 +36,9 @@ __all__ = [
 
 _MODULES = {
     "LLM": "jaxvllm.engine",
+    "AsyncEngine": "jaxvllm.async_engine",
+    "AsyncLLM": "jaxvllm.async_engine",
+    "AsyncLLMEngine": "jaxvllm.async_engine",
     "CompletionOutput": "jaxvllm.outputs",
     "Engine": "jaxvllm.engine",
     "EngineArgs": "jaxvllm.config",

@@ -220,11 +220,12 @@ class EngineArgs:
             raise ValueError(f"environment variable JAXVLLM_MULTIPROCESS={value!r} must be 0 or 1.")
         return value == "1"
 
-    def create_engine_config(self, max_position_embeddings: int) -> EngineConfig:
+    def create_engine_config(self, max_position_embeddings: int, *, is_server: bool = False) -> EngineConfig:
         """Fill in what depends on the device and on the model.
 
         Args:
           max_position_embeddings: the longest context the model knows.
+          is_server: limits that the caller leaves open are vLLM's for a server.
 
         Raises:
           ValueError: max_model_len exceeds it, or limits contradict each other.
@@ -247,7 +248,7 @@ class EngineArgs:
                 dtype="float32" if device == "cpu" and self.dtype == "auto" else _DTYPES[self.dtype],
                 seed=self.seed or 0,
             ),
-            scheduler=self._scheduler_config(device, max_position_embeddings),
+            scheduler=self._scheduler_config(device, max_position_embeddings, is_server),
             memory=self._memory_config(device),
             device=device,  # type: ignore[arg-type]  # checked against Device
             attention_backend=self.attention_backend,
@@ -256,7 +257,7 @@ class EngineArgs:
             seed=self.seed,
         )
 
-    def _scheduler_config(self, device: str, max_position_embeddings: int) -> SchedulerConfig:
+    def _scheduler_config(self, device: str, max_position_embeddings: int, is_server: bool) -> SchedulerConfig:
         max_model_len = self.max_model_len or max_position_embeddings
         if max_model_len > max_position_embeddings:
             raise ValueError(
@@ -264,7 +265,8 @@ class EngineArgs:
                 f"{max_position_embeddings}: lower it or leave it out."
             )
         chunked = self.enable_chunked_prefill is not False
-        num_tokens, num_seqs = default_limits(device, probe_gpu(_first_gpu_index()) if device == "gpu" else None)
+        gpu = probe_gpu(_first_gpu_index()) if device == "gpu" else None
+        num_tokens, num_seqs = default_limits(device, gpu, is_server=is_server)
         if not chunked:
             num_tokens = max(num_tokens, max_model_len)
         # A limit that was given bends the default of the other; two given limits may contradict and are refused.
@@ -317,11 +319,13 @@ def find_device() -> Device:
     return "gpu" if has_cuda_plugin() and has_nvidia_device() and not is_hidden else "cpu"
 
 
-def default_limits(device: str, gpu: GpuInfo | None) -> tuple[int, int]:
-    """(max_num_batched_tokens, max_num_seqs) where the caller gives none; on a GPU vLLM's for offline use."""
+def default_limits(device: str, gpu: GpuInfo | None, *, is_server: bool = False) -> tuple[int, int]:
+    """(max_num_batched_tokens, max_num_seqs) where the caller gives none; on a GPU vLLM's, offline or for a server."""
     if device == "cpu" or gpu is None:
         return 512, 16
     is_large = gpu.memory_bytes >= LARGE_GPU_BYTES and "A100" not in gpu.name.upper()
+    if is_server:
+        return (8192, 1024) if is_large else (2048, 256)
     return (16384, 1024) if is_large else (8192, 256)
 
 

@@ -107,7 +107,7 @@ class InputProcessor:
 
     def _parse(self, prompt: Prompt) -> _ParsedPrompt:
         if isinstance(prompt, str):
-            return _ParsedPrompt(prompt, self._encode(prompt))
+            return _ParsedPrompt(prompt, self.tokenize(prompt))
         if isinstance(prompt, Mapping):
             return self._parse_dict(prompt)
         return _ParsedPrompt(None, self._token_ids(prompt))
@@ -125,14 +125,25 @@ class InputProcessor:
             return _ParsedPrompt(text, self._token_ids(ids), salt)
         if text is None:
             raise ValueError("a prompt given as a dict needs 'prompt' (text) or 'prompt_token_ids'.")
-        return _ParsedPrompt(text, self._encode(text), salt)
+        return _ParsedPrompt(text, self.tokenize(text), salt)
 
-    def _encode(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Text to ids.
+
+        Raises: ValueError without a tokenizer, or for a text that is certain to be longer than max_model_len.
+        """
         if self._tokenizer is None:
             raise ValueError(
                 "the engine has no tokenizer (skip_tokenizer_init=True): give prompt_token_ids instead of text."
             )
-        return self._tokenizer.encode(text)
+        longest = self._tokenizer.max_chars_per_token
+        limit = self._info.max_model_len - 1
+        if longest is not None and len(text) > limit * longest:  # seconds of work that would end in the same answer
+            raise ValueError(
+                f"the prompt has {len(text)} characters, at least {-(-len(text) // longest)} tokens; with at least 1 "
+                f"output token at most {limit} fit max_model_len={limit + 1}: shorten it, or raise max_model_len."
+            )
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _token_ids(self, ids: Any) -> list[int]:
         if hasattr(ids, "tolist"):

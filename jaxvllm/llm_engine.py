@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxvllm.config import EngineArgs, EngineConfig
 from jaxvllm.core_client import CoreClient, make_client
+from jaxvllm.core_messages import CoreMetrics
 from jaxvllm.input_processor import InputProcessor, ProcessedRequest, Prompt
 from jaxvllm.metrics import FrontEndStats, Metric
 from jaxvllm.model_info import ModelInfo, read_model_info
@@ -16,6 +17,7 @@ from jaxvllm.output_processor import OutputProcessor
 from jaxvllm.outputs import RequestOutput
 from jaxvllm.stats_log import StatsLog
 from jaxvllm.tokenizer import Tokenizer
+from scheduler.outputs import EngineCoreOutputs
 from scheduler.sampling_params import SamplingParams
 
 MAX_PRIORITY = 2**31 - 1
@@ -42,15 +44,18 @@ class LLMEngine:
         self._stats_log = StatsLog(self._stats) if log_stats else None
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
+    def from_engine_args(cls, args: EngineArgs, *, is_server: bool = False) -> "LLMEngine":
         """Find the model, start the core, read the tokenizer meanwhile.
+
+        Args:
+          is_server: where the caller leaves limits open, take vLLM's for a server, not those for batches.
 
         Raises: ValueError for a model, an argument or a tokenizer that cannot be served; OSError if the hub cannot be
           reached.
         """
         source = resolve(args.model, revision=args.revision, download_dir=args.download_dir, supported=MODELS)
         _check_load_format(args.load_format, source.path)
-        config = args.create_engine_config(source.config.max_position_embeddings)
+        config = args.create_engine_config(source.config.max_position_embeddings, is_server=is_server)
         local = dataclasses.replace(config.model, model=str(source.path))
         config = dataclasses.replace(config, model=local)
         client = make_client(config, args.use_multiprocess)
@@ -63,6 +68,16 @@ class LLMEngine:
         except BaseException:
             client.shutdown()
             raise
+
+    @property
+    def client(self) -> CoreClient:
+        """The core."""
+        return self._client
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt and answer together, in tokens."""
+        return self._core_info.max_model_len
 
     def add_request(
         self,
@@ -123,12 +138,16 @@ class LLMEngine:
         """
         if not self._output_processor.has_unfinished_requests():
             return []
-        outputs = self._client.get_outputs()
+        request_outputs = self.handle_outputs(self._client.get_outputs())
+        if self._stats_log is not None and self._stats_log.is_due():
+            self.take_core_metrics(self._client.metrics())
+        return request_outputs
+
+    def handle_outputs(self, outputs: EngineCoreOutputs) -> list[RequestOutput]:
+        """What outputs of the core mean for the callers; aborts in the core what a stop string has ended."""
         result = self._output_processor.process_outputs(outputs)
         if result.aborts:
             self._client.abort_requests(result.aborts)
-        if self._stats_log is not None and self._stats_log.is_due():
-            self._stats_log.write(self._client.metrics())
         return result.request_outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -145,6 +164,15 @@ class LLMEngine:
         if internal_ids:
             self._client.abort_requests(internal_ids)
 
+    def forget_requests(self, request_ids: Sequence[str]) -> None:
+        """Let go of requests of a core that is dead."""
+        self._output_processor.forget(request_ids)
+
+    @property
+    def last_core_metrics(self) -> CoreMetrics:
+        """What the core said of itself last."""
+        return self._stats.core
+
     def has_unfinished_requests(self) -> bool:
         """Whether step() has more to report."""
         return self._output_processor.has_unfinished_requests()
@@ -152,6 +180,13 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         """How many requests wait or run."""
         return self._output_processor.num_unfinished_requests()
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Text to ids.
+
+        Raises: ValueError without a tokenizer, or for a text that is certain to be longer than max_model_len.
+        """
+        return self._input_processor.tokenize(text, add_special_tokens=add_special_tokens)
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer.
@@ -168,7 +203,13 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """What the engine has done so far."""
-        self._stats.core = self._client.metrics()
+        return self.take_core_metrics(self._client.metrics())
+
+    def take_core_metrics(self, core: CoreMetrics) -> list[Metric]:
+        """Note what the core says of itself, and write the statistics line if it is due; returns all metrics."""
+        self._stats.core = core
+        if self._stats_log is not None and self._stats_log.is_due():
+            self._stats_log.write(core)
         return self._stats.to_metrics()
 
     def shutdown(self) -> None:

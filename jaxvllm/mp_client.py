@@ -39,17 +39,22 @@ except ImportError as error:
 
 DEATH_CHECK_MS = 100  # how long a wait for the core's messages lasts before it looks whether the core lives
 SHUTDOWN_S = 3.0
+SHUT_DOWN = "the engine has been shut down."
 MAX_SOCKET_DIR = 60  # an ipc path must stay below 108 characters
 
 
 class MPClient:
-    """The core in a child process (`python -m jaxvllm.core`). For one thread at a time."""
+    """The core in a child process (`python -m jaxvllm.core`).
+
+    For one thread at a time; or for two of which one receives() and the other does everything else.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=messages.encode_array)
         self._outputs_decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._pending: deque[EngineCoreOutputs] = deque()
         self._dead: str | None = None
+        self._has_receiver = False
         self._num_calls = 0
         parent = "/tmp" if len(tempfile.gettempdir()) > MAX_SOCKET_DIR else None
         folder = tempfile.mkdtemp(prefix="jaxvllm-", dir=parent)
@@ -113,23 +118,45 @@ class MPClient:
         """See CoreClient."""
         return msgspec.convert(self._call("metrics"), CoreMetrics)
 
+    def receive(self) -> EngineCoreOutputs | UtilityResult:
+        """What the core says next, outputs or the answer to start_call(); waits for it.
+
+        For a thread of its own: from the first call on it alone hears of the core.
+        """
+        self._has_receiver = True
+        kind, body = self._receive()
+        if kind == messages.OUTPUTS:
+            return self._outputs_decoder.decode(body)
+        return msgspec.msgpack.decode(body, type=UtilityResult)
+
+    def start_call(self, method: str) -> int:
+        """Ask the core, without waiting. Returns the call_id of the UtilityResult that receive() will bring."""
+        self._num_calls += 1
+        self._send(messages.UTILITY, UtilityCall(self._num_calls, method))
+        return self._num_calls
+
+    def stop_receiving(self) -> None:
+        """Let receive() raise within DEATH_CHECK_MS: its thread must have ended before shutdown()."""
+        self._dead = self._dead or SHUT_DOWN
+
     def shutdown(self) -> None:
         """See CoreClient."""
-        self._dead = self._dead or "the engine has been shut down."
+        self._dead = self._dead or SHUT_DOWN
         self._stop()
 
     def _call(self, method: str) -> Any:
-        self._num_calls += 1
-        self._send(messages.UTILITY, UtilityCall(self._num_calls, method))
+        call_id = self.start_call(method)
         while True:
             kind, body = self._receive()
             if kind == messages.OUTPUTS:
                 self._pending.append(self._outputs_decoder.decode(body))
-            elif (result := msgspec.msgpack.decode(body, type=UtilityResult)).call_id == self._num_calls:
+            elif (result := msgspec.msgpack.decode(body, type=UtilityResult)).call_id == call_id:
                 return result.value
 
     def _send(self, kind: bytes, body: Any) -> None:
         if self._dead is None and self._process.poll() is not None:
+            if self._has_receiver:  # and hears of the cause itself
+                raise EngineDeadError(_describe_exit(self._process))
             self._read_last_words()
         if self._dead is not None:
             raise EngineDeadError(self._dead)
@@ -152,6 +179,8 @@ class MPClient:
             try:
                 message = self._outputs.recv()
             except zmq.Again:
+                if self._dead is not None:  # stop_receiving()
+                    raise EngineDeadError(self._dead) from None
                 if is_gone:  # and what it sent before its end has been read
                     self._dead = _describe_exit(self._process)
                     raise EngineDeadError(self._dead) from None

@@ -6,6 +6,7 @@ transformers is imported only where it does more than `tokenizers` and Jinja do:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -142,7 +143,13 @@ class Tokenizer:
         Args:
           add_special_tokens: put bos (and eos) where the model's files ask for them.
         """
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # One text of a batch, for encode() would keep every other thread from running: seconds with megabytes of text.
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    @cached_property
+    def max_chars_per_token(self) -> int | None:
+        """A text of c characters has at least c divided by this tokens; None if nothing is certain."""
+        return longest_token(self.backend)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids to text; bytes that are no character yet show as U+FFFD."""
@@ -267,6 +274,45 @@ def _is_same(token: Any, added: tokenizers.AddedToken) -> bool:
 
 def _special_texts(backend: tokenizers.Tokenizer) -> set[str | None]:
     return {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+
+
+def longest_token(backend: tokenizers.Tokenizer) -> int | None:
+    """The most characters of a text that one token can stand for; None where a token may swallow any number.
+
+    Only for tokenizers that can spell every text: one that knows no word for something fuses it into one token.
+    """
+    parts = json.loads(backend.to_str())
+    model, added = parts["model"], parts["added_tokens"]
+    spells_all = _mentions(parts["pre_tokenizer"], "ByteLevel") or model.get("byte_fallback", False)
+    if model["type"] != "BPE" or not spells_all or any(token["lstrip"] or token["rstrip"] for token in added):
+        return None
+    shrink = _normalizer_shrink(parts["normalizer"])
+    if shrink is None:
+        return None
+    return shrink * max(map(len, backend.get_vocab(with_added_tokens=True)))
+
+
+def _normalizer_shrink(normalizer: dict[str, Any] | None) -> int | None:
+    """The most characters that a normalizer makes into one; None where there is no such limit, or it is not known."""
+    if normalizer is None:
+        return 1
+    kind = normalizer["type"]
+    if kind == "Sequence":
+        factors = [_normalizer_shrink(part) for part in normalizer["normalizers"]]
+        return None if None in factors else math.prod(factor for factor in factors if factor is not None)
+    if kind in ("NFC", "NFKC"):
+        return 4  # no character decomposes into more
+    if kind == "Replace":
+        pattern = normalizer["pattern"].get("String")
+        return max(1, len(pattern)) if pattern and normalizer["content"] else None
+    return 1 if kind in ("Prepend", "NFD", "NFKD") else None
+
+
+def _mentions(part: Any, kind: str) -> bool:
+    """Whether a part of tokenizer.json is of a type, or holds one that is."""
+    if isinstance(part, list):
+        return any(_mentions(item, kind) for item in part)
+    return isinstance(part, dict) and (part.get("type") == kind or any(_mentions(v, kind) for v in part.values()))
 
 
 def _remove_limits(backend: tokenizers.Tokenizer) -> None:
