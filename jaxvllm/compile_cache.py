@@ -32,6 +32,9 @@ def compiler_options(platform: str) -> dict[str, bool | str]:
             # A Python bool: the string is refused. 2 s instead of 25 s a program, and not slower (one H200).
             "xla_gpu_enable_triton_gemm": False,
             "xla_gpu_enable_command_buffer": _COMMAND_BUFFER,
+            # It counts the donated pool several times over, finds that a large one does not fit, and then computes up
+            # to 130 small kernels of a step again and again.
+            "xla_disable_hlo_passes": "rematerialization",
         }
     return {}
 
