@@ -84,6 +84,9 @@ def _without_additional_properties(schema: Any) -> Any:
 
 
 def _refusal(params: StructuredOutputsParams, reason: str) -> ValueError:
-    shown = str(getattr(params, params.kind))
+    try:
+        shown = str(getattr(params, params.kind))
+    except RecursionError:
+        shown = "(nested too deeply to show)"
     shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
     return ValueError(f"structured_outputs: {params.kind}={shown} cannot be followed: {reason.strip()}")
