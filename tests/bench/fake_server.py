@@ -14,6 +14,7 @@ class FakeServer:
     ttft_s, itl_s: before the first piece and between pieces.
     tokens_per_piece: how many tokens a piece of the stream stands for.
     fail_from: requests from this number on are refused with a 400.
+    default_tokens: of a request that does not say how many.
     error_after: an error event comes behind so many pieces of a stream.
     """
 
@@ -23,6 +24,7 @@ class FakeServer:
     fail_from: int = 10**9
     error_after: int = 10**9
     says_usage: bool = True
+    default_tokens: int = 1
     text: str = "é"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -66,7 +68,7 @@ class FakeServer:
         return None
 
     async def _stream(self, is_chat: bool, body: dict, writer: asyncio.StreamWriter) -> None:
-        num_tokens = body["max_completion_tokens" if is_chat else "max_tokens"]
+        num_tokens = body.get("max_completion_tokens", body.get("max_tokens", self.default_tokens))
         num_pieces = -(-num_tokens // self.tokens_per_piece)
         await asyncio.sleep(self.ttft_s)
         if is_chat:
