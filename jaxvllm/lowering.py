@@ -24,7 +24,7 @@ KERNEL_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # stable enough between two proc
 
 @dataclass(frozen=True)
 class ExportedStep:
-    """A step as it travels: a serialised jax.export.Exported over flat arguments, and its outputs as a tree of zeros."""
+    """A step as it travels: a serialised jax.export.Exported over flat arguments; its outputs as a tree of zeros."""
 
     exported: bytearray
     outputs: Any
