@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import jsonschema
+import msgspec
 import pytest
 
 from jaxvllm import Engine, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -251,6 +252,17 @@ def test_a_constraint_that_cannot_be_compiled_is_refused_at_submission(engine, k
     with pytest.raises(ValueError, match=f"(?s)structured_outputs: .*{message}"):
         engine.generate([[65]], params(**kind), use_tqdm=False)
     assert engine.llm_engine.get_num_unfinished_requests() == 0
+
+
+def test_schemas_whose_keys_or_numbers_no_message_knows_work_all_the_same(engine):
+    """A core in a process of its own reads the schema from msgpack, which knows neither."""
+    given = params(json={"type": "integer", "minimum": 10**30, "maximum": 10**30, "x-note": {7: None}})
+    assert given.structured_outputs is not None
+    (child,) = engine.llm_engine.process_request("a", [65], given).children
+    assert child.sampling_params.structured_outputs == given.structured_outputs.with_json_text()
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(child.sampling_params), type=SamplingParams)
+    assert decoded == child.sampling_params
+    assert isinstance(given.structured_outputs.json, dict)
 
 
 def test_deeply_nested_schemas_are_refused_too(engine):
