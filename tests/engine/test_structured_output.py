@@ -18,6 +18,7 @@ from tests.engine.random_schemas import complete, random_schema
 from tests.engine.tiny_core import EXECUTOR, solo
 from tests.engine.tokenizers_fixture import EOS
 
+CHOICES = ["yes", "no", 'may"be', "", "nöt", "<tag>", "a.c", "x|y\n[z]{2}\\d", "(^$*+?)", "/-~#&"]
 TINY = {"executor": EXECUTOR, "multiprocess": False, "device": "cpu", "max_num_batched_tokens": 64}
 LARK = 'start: greeting ("," NUMBER)+\ngreeting: "hi" | "hello"\nNUMBER: /[1-9][0-9]{0,2}/'
 EBNF = 'root ::= "[" item ("," item)* "]"\nitem ::= [a-c] | root'
@@ -85,7 +86,7 @@ def accepts_ebnf(text: str) -> bool:
     ("kind", "accepts"),
     [
         ({"regex": r"[a-f]{2,8}(é|🧭)?-[0-9]+"}, re.compile(r"[a-f]{2,8}(é|🧭)?-[0-9]+").fullmatch),
-        ({"choice": ["yes", "no", 'may"be', "", "nöt"]}, ["yes", "no", 'may"be', "", "nöt"].__contains__),
+        ({"choice": CHOICES}, CHOICES.__contains__),
         ({"grammar": LARK}, re.compile(r"(hi|hello)(,[1-9][0-9]{0,2})+").fullmatch),
         ({"grammar": EBNF}, accepts_ebnf),
         ({"json_object": True, "disable_any_whitespace": True}, lambda text: isinstance(json.loads(text), dict)),
@@ -242,6 +243,9 @@ BAD = [
     ({"json": {"type": "string"}, "whitespace_pattern": "("}, "unclosed group"),
     ({"grammar": "start: foo"}, 'unknown name: "foo"'),
     ({"grammar": 'item ::= "a"'}, "No 'root' rule found"),
+    ({"regex": "a" * 300_000}, "regex makes 300000 characters; at most 262144 are compiled: shorten it"),
+    ({"choice": ["word"] * 60_000}, "choice makes .* characters; at most 262144"),
+    ({"choice": ["\ud800"]}, "surrogates not allowed"),
     ({"structural_tag": "[]"}, "a structural tag must be a JSON object, got list"),
     ({"structural_tag": '{"format": {"type": "x"}}'}, "structural tag format 'x' is not supported"),
 ]
