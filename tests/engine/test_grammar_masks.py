@@ -1,18 +1,20 @@
 """Grammar masks on the device: a masked row draws allowed tokens alone, the others are as without grammars."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm.sampling import SamplingRows, sample
+from jaxvllm.sampling import sample
 from scheduler.batch import BatchLimits
 from scheduler.buckets import explicit
 from scheduler.plan import MASKS_PER_WRITE
-from scheduler.records import make_record
 from scheduler.sampling_params import SamplingParams
+from tests.engine.sampling_rows import make_rows
 from tests.engine.toy import VOCAB, Loop, make_runner
 
-R, V, NUM_PERSISTENT = 37, 257, 41
+R, V = 37, 257
 LIMITS = BatchLimits(max_num_seqs=19, max_model_len=96, block_size=4, vocab_size=VOCAB)
 POLICY = explicit(19, 128, [19], [128])
 
@@ -25,20 +27,12 @@ def pack(allowed: np.ndarray) -> np.ndarray:
 
 
 def draw(params: list[SamplingParams], needs_sample: np.ndarray, logits: np.ndarray, allowed: np.ndarray | None):
-    records = np.stack([make_record(p, 10, None, p.seed or 0) for p in params])
-    rows = np.random.default_rng(5).permutation(NUM_PERSISTENT)[:R].astype(np.int32)
-    masks = None
+    rows = make_rows(params, needs_sample=needs_sample)
     if allowed is not None:
-        masks = np.zeros((NUM_PERSISTENT, -(-V // 32)), np.int32)  # nothing is allowed in rows that are not read
-        masks[rows] = pack(allowed)
-    given = (jnp.asarray(rows), None if masks is None else jnp.asarray(masks))
-    seq_lens = jnp.full(R, 10, jnp.int32)
-    return np.asarray(
-        sample(
-            jnp.asarray(logits),
-            SamplingRows.from_records(jnp.asarray(records), seq_lens, jnp.asarray(needs_sample), *given),
-        )
-    )
+        masks = np.zeros((R + 2, -(-V // 32)), np.int32)  # nothing is allowed in rows that are not read
+        masks[np.asarray(rows.rows)] = pack(allowed)
+        rows = replace(rows, grammar_masks=jnp.asarray(masks))
+    return np.asarray(sample(jnp.asarray(logits), rows)[0])
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])

@@ -197,7 +197,7 @@ def test_synchronous_and_asynchronous_scheduling_give_equal_tokens_under_preempt
         )  # fmt: skip
         outputs = engine.generate([[*shared, 65 + i] for i in range(12)], wanted, use_tqdm=False)
         results.append([(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in outputs])
-        metrics = {m.name: m.value for m in engine.get_metrics()}
+        metrics = {m.name: m.value for m in engine.get_metrics() if hasattr(m, "value")}
         num_preemptions.append(metrics["vllm:num_preemptions"])
         assert engine.reset_prefix_cache()
         engine.shutdown()
