@@ -30,8 +30,10 @@ def make_rows(
     limits = BatchLimits(n + 2, int(seq_lens.max()) + 1, 16, 0, processors)
     made = [SamplingRecord.make(p, length, eos, p.seed or 0, limits) for p, length in zip(params, prompts, strict=True)]
     rows = np.arange(n)[::-1] + 1
-    token_ids = np.full((n + 2, limits.max_model_len), 7, np.int32)  # garbage where nothing was written
-    lists = np.full((n + 2, list_width(limits.num_processor_params)), 3, np.int32)
+    # Garbage where nothing was written; no rows at all where nobody may look.
+    token_ids = np.full((n + 2 if histories else 0, limits.max_model_len), 7, np.int32)
+    has_lists = any(record.token_lists is not None for record in made)
+    lists = np.full((n + 2 if has_lists else 0, list_width(limits.num_processor_params)), 3, np.int32)
     for row, record, history in zip(rows, made, histories or [None] * n, strict=True):
         if record.token_lists is not None:
             lists[row] = record.token_lists
