@@ -12,7 +12,7 @@ from jaxvllm.sampling import draw, kept_tokens, position_logprobs, process_logit
 from scheduler.logprob_columns import read_logprobs
 from scheduler.records import RecordField
 from scheduler.sampling_params import DerivedParams, SamplingParams
-from tests.engine.sampling_rows import make_rows
+from tests.engine.sampling_rows import make_rows, repeat_row
 
 V, NUM_ROWS, EOS = 509, 40, 17
 
@@ -153,7 +153,7 @@ def test_frequencies_of_100000_draws_pass_a_chi_square_test(num_groups, monkeypa
     every = jnp.broadcast_to(logits, (num_draws, vocab))
     for p in ({"top_k": 20}, {"top_p": 0.9, "temperature": 0.7}, {"min_p": 0.05, "top_k": 30, "top_p": 0.95}):
         params = SamplingParams(seed=2024, **p)
-        ids = np.asarray(choose(every, make_rows([params] * num_draws, np.arange(num_draws))))
+        ids = np.asarray(choose(every, repeat_row(params, num_draws)))
         padded = torch.full((V,), -torch.inf, dtype=torch.float64)
         padded[:vocab] = torch.tensor(logits, dtype=torch.float64)
         probs = distribution(padded, params)[1].numpy()[:vocab]
