@@ -58,7 +58,7 @@ def test_sizes_that_do_not_cover_the_limits_are_refused():
         explicit(16, 512, [16], [64, 256])
     with pytest.raises(ValueError, match="max_num_seqs=16"):
         explicit(16, 512, [8], [512])
-    with pytest.raises(ValueError, match="min\\(T, max_num_seqs\\)=16"):
+    with pytest.raises(ValueError, match="must have 16 rows, for max_num_seqs"):
         BucketPolicy("hand", 16, 512, (16,), ((512, 4),))
     with pytest.raises(ValueError, match="ascending"):
         BucketPolicy("hand", 16, 512, (16, 4), ((512, 16),))
