@@ -241,12 +241,12 @@ def geometric(
     rows = min(SOME_REQS, max_num_seqs)
     smallest = base.mixed_sizes[0][0]
     # Where all rows are as few as some, one line serves both.
-    many = {(T, min(T, max_num_seqs)) for T, _ in base.mixed_sizes if T >= max_num_seqs and rows < max_num_seqs}
+    many = {(T, min(T, max_num_seqs)) for T, _ in base.mixed_sizes if max_num_seqs <= T and rows < max_num_seqs}
     many.add((max_num_batched_tokens, min(max_num_batched_tokens, max_num_seqs)))
     num_few = max_programs - len(base.decode_sizes) - len(many)
     factor = (max_num_batched_tokens / smallest) ** (1 / max(num_few, 1))
     tokens = {min(-(-int(smallest * factor**i) // 32) * 32, max_num_batched_tokens) for i in range(num_few)}
-    few = {(T, min(T, rows)) for T in tokens if T < max_num_batched_tokens}
+    few = {(T, min(T, rows)) for T in tokens if max_num_batched_tokens > T}
     return BucketPolicy(
         "geometric", max_num_seqs, max_num_batched_tokens, base.decode_sizes, tuple(sorted(many | few)), ROW_COST_TOKENS
     )
