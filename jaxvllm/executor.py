@@ -44,11 +44,17 @@ MAX_LOWERING_PROCESSES = 8
 
 
 class DeviceExecutor:
-    """Runs one model on one device, or split over some. `initialize` does the slow part."""
+    """Runs one model on one device, or split over some. `initialize` does the slow part.
+
+    Attributes:
+      config: as given.
+      vocab_size: of the model, once it is initialized.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         """Remember the config; nothing is loaded yet."""
-        self._config = config
+        self.config = config
+        self.vocab_size = 0
         self._planner: Planner | None = None
         self._runner: ModelRunner | None = None
         self._buckets = BucketStats()
@@ -60,7 +66,7 @@ class DeviceExecutor:
           ValueError: the model cannot be served, or a request of max_model_len does not fit the pool.
           RuntimeError: JAX finds no device of the configured kind.
         """
-        config = self._config
+        config = self.config
         mesh = _mesh(config)
         source = resolve(
             config.model.model,
@@ -86,7 +92,14 @@ class DeviceExecutor:
         log_pool(runner.config.kv_cache, runner.config.limits, num_blocks)
         runner.initialize_kv_cache(num_blocks)
         self._runner, self._planner = runner, Planner(runner.config.limits, policy, config.seed)
+        self.vocab_size = model_config.vocab_size
         return num_blocks
+
+    @property
+    def runner(self) -> ModelRunner:
+        """What runs the steps, for measurements."""
+        assert self._runner is not None, "initialize comes first"
+        return self._runner
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle | None:
         """Plan and dispatch a step without waiting for it; None if it holds no tokens."""

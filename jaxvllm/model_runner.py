@@ -124,6 +124,11 @@ class ModelRunner:
         stored = config.store and StoredPrograms(config.store, self._fingerprint, self._devices)
         self.programs = CompileCache(self._lower, self._compiler_options, config.strict_compile, stored)
 
+    @property
+    def device_kind(self) -> str:
+        """What runs the steps, for tables."""
+        return self._devices[0].device_kind
+
     def param_bytes(self) -> int:
         """Bytes that the weights take on each device."""
         shapes = jax.tree.leaves(self._param_shapes)
