@@ -234,7 +234,9 @@ class AsyncEngine:
         ids = dict.fromkeys(request.caller.request_id for request in requests)
         taken = next((i for i in ids if i in self._collectors), None)
         if taken is not None or len(ids) < len(requests):
-            raise ValueError(f"request_id={taken or list(ids)!r} is in use: give every running request an id of its own.")
+            raise ValueError(
+                f"request_id={taken or list(ids)!r} is in use: give every running request an id of its own."
+            )
         collector = OutputCollector()
         try:
             self._engine.add_requests(requests)
@@ -431,7 +433,9 @@ def _is_waited_for(future: asyncio.Future[Any]) -> bool:
 def _is_long(prompt: Prompt) -> bool:
     if isinstance(prompt, dict):
         return any(_is_long(prompt[key]) for key in ("prompt", "prompt_token_ids") if prompt.get(key) is not None)
-    return hasattr(prompt, "__len__") and len(prompt) > (MAX_CHARS_AT_ONCE if isinstance(prompt, str) else MAX_IDS_AT_ONCE)
+    return hasattr(prompt, "__len__") and len(prompt) > (
+        MAX_CHARS_AT_ONCE if isinstance(prompt, str) else MAX_IDS_AT_ONCE
+    )
 
 
 AsyncLLMEngine = AsyncEngine  # vLLM's names

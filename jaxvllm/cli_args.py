@@ -1,8 +1,10 @@
 """Options that commands share: those of the engine and those of sampling."""
 
 import argparse
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, get_args
 
 from jaxvllm.config import EngineArgs
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from jaxvllm.engine import Engine
 
 DEFAULT_MAX_TOKENS = 256
+_LARGE = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
 NO_OPTION = ("override_generation_config", "executor", "skip_tokenizer_init")
 ENGINE_HELP = {
     "model": "local Hugging Face folder, GGUF file or hub id (default: SmolLM2-135M-Instruct)",
@@ -54,6 +57,21 @@ SAMPLING_OPTIONS: dict[str, tuple[type, str]] = {
 }
 
 
+def human_int(text: str) -> int:
+    """A number as vLLM's options take it: 4096, 4k (4000), 4K (4096), 1.5M."""
+    found = re.fullmatch(r"([0-9.]+)([kmgtKMGT]?)", text)
+    try:
+        if found is None:
+            return int(text)
+        size = 1024 if found.group(2).isupper() else 1000
+        value = Decimal(found.group(1)) * size ** " kmgt".index(found.group(2).lower() or " ")
+    except (ValueError, ArithmeticError):
+        value = Decimal("0.5")
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number such as 4096, 4k (4000) or 4K (4096).")
+    return int(value)
+
+
 def flag(name: str) -> str:
     """The option of a field."""
     return "--" + name.replace("_", "-")
@@ -70,6 +88,8 @@ def add_engine_options(group: Any, leave_out: Iterable[str] = ()) -> None:
         if f.name in NO_OPTION or f.name in leave_out:
             continue
         kind = next(kind for kind in get_args(f.type) or (f.type,) if kind is not type(None))
+        if f.name in _LARGE:
+            kind = human_int
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
         group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=ENGINE_HELP.get(f.name), **how)
 

@@ -1,0 +1,96 @@
+"""A request's fields as SamplingParams."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jaxvllm.server.errors import ApiError
+from jaxvllm.server.protocol import GenerationRequest
+from scheduler.sampling_params import RequestOutputKind, SamplingParams
+
+MAX_BIAS = 100.0  # as in OpenAI's API, and enough to force or to ban a token
+# Fields that mean the same under the same name.
+_SAME_NAMES = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "repetition_detection",
+    "thinking_token_budget",
+)
+_FORMATS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+def sampling_params(
+    request: GenerationRequest,
+    defaults: Mapping[str, Any],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    structured_outputs: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> SamplingParams:
+    """What a request asks for, over the model's own defaults.
+
+    Args:
+      defaults: of the model's generation_config.json.
+      max_tokens: None: fill the context, or up to the model's default.
+      structured_outputs: what the request's tools demand; None: what the request itself says.
+      changes: fields in the place of the request's.
+
+    Raises: ValueError, ApiError: a value out of range, or two formats at once.
+    """
+    values: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAMES}
+    if request.logit_bias is not None:
+        values["logit_bias"] = {
+            _token_id(key): min(MAX_BIAS, max(-MAX_BIAS, bias)) for key, bias in request.logit_bias.items()
+        }
+    values["extra_args"] = request.vllm_xargs
+    values["structured_outputs"] = structured_outputs or _format(request)
+    values["logprobs"] = logprobs
+    values |= changes
+    given = {name: value for name, value in values.items() if value is not None}
+    if max_tokens is None:
+        max_tokens = defaults.get("max_tokens")
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**{**defaults, **given, "max_tokens": max_tokens, "output_kind": kind})
+
+
+def _token_id(key: str) -> int:
+    digits = key.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal()) or len(digits) > 18:
+        raise ApiError(f"logit_bias has the key {key[:50]!r}: keys must be token ids.", param="logit_bias")
+    return int(key)
+
+
+def _format(request: GenerationRequest) -> dict[str, Any] | None:
+    """structured_outputs, with what response_format adds to it."""
+    wanted = dict(request.structured_outputs or {})
+    form = request.response_format
+    if form is None or form.type == "text":
+        return wanted or None
+    if any(wanted.get(name) is not None for name in _FORMATS):
+        raise ApiError("response_format and structured_outputs exclude each other.", param="response_format")
+    if form.type == "json_object":
+        wanted["json_object"] = True
+    elif form.json_schema is not None:
+        wanted["json"] = form.json_schema.json_schema
+    else:
+        wanted["structural_tag"] = json.dumps(form.model_dump(exclude_none=True))
+    return wanted
