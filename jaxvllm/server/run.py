@@ -2,10 +2,13 @@
 
 import argparse
 import asyncio
+import contextlib
 import logging
+import signal
 import socket
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +84,16 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._serving = serving
         self._shutdown_timeout_s = shutdown_timeout_s
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM end the server; uvicorn would raise them again at the end, before the engine is down."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no new requests, give running ones their time, abort the rest."""

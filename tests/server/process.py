@@ -100,7 +100,7 @@ class Answer:
 
     def error(self) -> dict[str, Any]:
         """The error object, which must have OpenAI's shape and this answer's status."""
-        assert 400 <= self.status, self.body
+        assert self.status >= 400, self.body
         assert self.headers["content-type"] == "application/json"
         error = self.json()["error"]
         assert error.keys() == {"message", "type", "param", "code"}
@@ -109,10 +109,18 @@ class Answer:
 
 
 @contextlib.contextmanager
-def running_server(model: Path | str, executor: str = "successor", *options: str, stops: bool = True) -> Iterator[Server]:
-    """Start a server and end it with SIGTERM; it must then end by itself, with status 0 (stops=True)."""
+def running_server(
+    model: Path | None, executor: str = "successor", *options: str, stops: bool = True
+) -> Iterator[Server]:
+    """Start a server and end it with SIGTERM; it must then end by itself, with status 0 (stops=True).
+
+    Args:
+      model: None: the default one.
+      executor: of fake_executor, or "module:function"; "": the real one.
+    """
     full = executor if ":" in executor or not executor else f"{EXECUTORS}:{executor}"
-    command = [sys.executable, "-c", SCRIPT, full, "serve", str(model), "--port", "0", "--device", "cpu", *options]
+    model_args = [] if model is None else [str(model)]
+    command = [sys.executable, "-c", SCRIPT, full, "serve", *model_args, "--port", "0", "--device", "cpu", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, cwd=ROOT)
     server = Server(process)
     ready = threading.Event()
