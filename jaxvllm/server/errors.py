@@ -22,7 +22,7 @@ _TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
-_FIRST_WORD = re.compile(r"(?:sampling parameter )?([a-z][a-z_]+)\b")
+_FIRST_WORD = re.compile(r"(?:sampling parameter |the )?([a-z][a-z_]*)\b")
 
 
 class ApiError(Exception):
@@ -74,7 +74,9 @@ def to_api_error(error: Exception, fields: Container[str] = ()) -> ApiError | No
 def _first_word(message: str, fields: Container[str]) -> str | None:
     """The field that a message of this project begins with."""
     found = _FIRST_WORD.match(message)
-    return found.group(1) if found and found.group(1) in fields else None
+    name = found.group(1) if found else ""
+    name = {"prompt_token_ids": "prompt"}.get(name, name)
+    return name if name in fields else None
 
 
 def _from_validation(error: ValidationError, fields: Container[str]) -> ApiError:

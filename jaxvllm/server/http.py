@@ -1,6 +1,5 @@
 """The HTTP protocol of the server: uvicorn's, with a limit on what may come before a request's body."""
 
-import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -13,16 +12,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._num_head_bytes = 0
         self._is_in_head = True
-
-    def on_message_begin(self) -> None:
-        """A request begins."""
-        self._is_in_head = True
-        super().on_message_begin()
+        self._num_head_bytes = 0  # received in whole pieces of nothing else
 
     def on_headers_complete(self) -> None:
-        """Its body follows."""
+        """A body follows, if only an empty one."""
         self._is_in_head = False
         self._num_head_bytes = 0
         super().on_headers_complete()
@@ -34,14 +28,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        super().data_received(data)
         if self._is_in_head:
             self._num_head_bytes += len(data)
-            if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.send_400_response("The request line and headers are too large.")
-
-
-def assert_supported(protocol: type[asyncio.Protocol]) -> None:
-    """For start-up: uvicorn's class has the hooks that are used here."""
-    for name in ("on_message_begin", "on_headers_complete", "on_message_complete", "send_400_response"):
-        assert hasattr(protocol, name), name
+        super().data_received(data)
+        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("The request line and headers are too large.")

@@ -26,9 +26,11 @@ class Done:
 class SuccessorExecutor:
     """Keeps the tokens of every request from the SchedulerOutputs alone, as a device would."""
 
-    def __init__(self, config: EngineConfig, delay_s: float = 0.0, fail_at_step: int = -1) -> None:
+    def __init__(
+        self, config: EngineConfig, delay_s: float = 0.0, fail_at_step: int = -1, hang_at_step: int = -1
+    ) -> None:
         self._num_blocks = config.memory.num_blocks or 1025
-        self._delay_s, self._fail_at_step = delay_s, fail_at_step
+        self._delay_s, self._fail_at_step, self._hang_at_step = delay_s, fail_at_step, hang_at_step
         self._tokens: dict[str, list[int]] = {}
         self._num_steps = 0
 
@@ -56,7 +58,7 @@ class SuccessorExecutor:
                 tokens.append(sampled[request_id])
         self._num_steps += 1
         error = RuntimeError("the device is on fire") if self._num_steps == self._fail_at_step else None
-        return Done(sampled, self._delay_s, error)
+        return Done(sampled, 1e6 if self._num_steps == self._hang_at_step else self._delay_s, error)
 
     def metrics(self) -> dict[str, float]:
         return {"num_steps": float(self._num_steps)}
@@ -71,6 +73,18 @@ def successor(config: EngineConfig) -> SuccessorExecutor:
 
 def slow(config: EngineConfig) -> SuccessorExecutor:
     return SuccessorExecutor(config, delay_s=0.02)
+
+
+def slow_5ms(config: EngineConfig) -> SuccessorExecutor:
+    return SuccessorExecutor(config, delay_s=0.005)
+
+
+def hangs_at_step_9(config: EngineConfig) -> SuccessorExecutor:
+    return SuccessorExecutor(config, delay_s=0.02, hang_at_step=9)
+
+
+def fails_at_step_9(config: EngineConfig) -> SuccessorExecutor:
+    return SuccessorExecutor(config, delay_s=0.02, fail_at_step=9)
 
 
 def fails_at_step_3(config: EngineConfig) -> SuccessorExecutor:
