@@ -54,7 +54,7 @@ class Server:
         return self.request("GET", path, headers=headers)
 
     def post(self, path: str, body: Any, **headers: str) -> "Answer":
-        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        raw = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
         return self.request("POST", path, raw, {"Content-Type": "application/json"} | headers)
 
     def stream(self, path: str, body: dict) -> list[dict]:
