@@ -102,7 +102,8 @@ def _add_state_routes(app: FastAPI, serving: Serving) -> None:
         return Response("".join(lines), media_type="text/plain; version=0.0.4")
 
     app.get("/health")(health)
-    app.api_route("/ping", methods=["GET", "POST"])(health)
+    app.get("/ping", operation_id="ping")(health)
+    app.post("/ping", operation_id="post_ping")(health)
     app.get("/v1/models")(list_models)
     app.get("/version")(show_version)
     app.get("/load")(load)

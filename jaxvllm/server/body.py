@@ -75,7 +75,7 @@ def _refuse(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 def _unknown(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name[:100], known, n=1)
-    return f"{_shown(name)} is no field of this request." + (f" Did you mean {close[0]!r}?" if close else "")
+    return f"{_shown(name)!r} is no field of this request." + (f" Did you mean {close[0]!r}?" if close else "")
 
 
 def _shown(name: str) -> str:
