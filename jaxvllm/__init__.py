@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from jaxvllm.errors import EngineDeadError
     from jaxvllm.llm_engine import LLMEngine
     from jaxvllm.outputs import CompletionOutput, RequestOutput
+    from scheduler.repetition import RepetitionDetectionParams
     from scheduler.sampling_params import RequestOutputKind, SamplingParams
+    from scheduler.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -25,9 +27,11 @@ __all__ = [
     "EngineArgs",
     "EngineDeadError",
     "LLMEngine",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 _MODULES = {
@@ -40,9 +44,11 @@ _MODULES = {
     "EngineArgs": "jaxvllm.config",
     "EngineDeadError": "jaxvllm.errors",
     "LLMEngine": "jaxvllm.llm_engine",
+    "RepetitionDetectionParams": "scheduler.repetition",
     "RequestOutput": "jaxvllm.outputs",
     "RequestOutputKind": "scheduler.sampling_params",
     "SamplingParams": "scheduler.sampling_params",
+    "StructuredOutputsParams": "scheduler.structured_outputs",
 }
 
 

@@ -330,7 +330,7 @@ class AsyncEngine:
         try:
             return msgspec.convert(await self._call("metrics"), CoreMetrics)
         except EngineDeadError:
-            return CoreMetrics(self._engine.last_scheduler_stats, {})
+            return self._engine.last_core_metrics
 
     def _begin_checks(self) -> None:
         if not self._is_checking:
@@ -408,17 +408,20 @@ def split_outputs(outputs: EngineCoreOutputs, size: int) -> list[EngineCoreOutpu
     """Cut outputs into parts with at most `size` tokens each, in order.
 
     Columns (lists parallel to request_ids) are sliced; what is kept by request id goes with the request's token, or
-    into the last part.
+    into the last part; what is of the step is in every part.
     """
     num_tokens = len(outputs.request_ids)
     if num_tokens <= size:
         return [outputs]
     values = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+    shared = {name: value for name, value in values.items() if not isinstance(value, dict | list)}
     rest = {name: dict(value) for name, value in values.items() if isinstance(value, dict)}
     parts = []
     for start in range(0, num_tokens, size):
         ids = outputs.request_ids[start : start + size]
-        part: dict[str, Any] = {n: v[start : start + size] for n, v in values.items() if isinstance(v, list) and v}
+        part: dict[str, Any] = shared | {
+            n: v[start : start + size] for n, v in values.items() if isinstance(v, list) and v
+        }
         for name, by_id in rest.items():
             is_last = start + size >= num_tokens
             part[name] = by_id if is_last else {i: by_id.pop(i) for i in ids if i in by_id}

@@ -45,6 +45,10 @@ ENGINE_HELP = {
     "attention_backend": "mosaic_gpu or reference (default: by the device)",
     "disable_log_stats": "no line of statistics every 10 seconds (the default)",
     "tensor_parallel_size": "GPUs that share the model",
+    "bucket_policy": "powers_of_two, linear, one_shape, or a file of `jaxvllm buckets tune` (default: by the device)",
+    "compile_ahead": "compile all programs before the first request (the default on a GPU)",
+    "strict_compile": "a compile while serving is an error",
+    "program_cache_dir": "where compiled programs are kept (default: on a GPU in the user's cache folder)",
     "multiprocess": "run the engine core in a process of its own (the default)",
 }
 SAMPLING_OPTIONS: dict[str, tuple[type, str]] = {

@@ -3,21 +3,47 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
-from typing import Literal
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as futures_wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock, get_ident
+from typing import Any, Literal
 
 import jax
 
+from jaxvllm.program_store import ProgramStore, StoredProgram
 from scheduler.buckets import BucketKey
 
 logger = logging.getLogger(__name__)
 
-ProgramKey = BucketKey | Literal["admit"]
+ProgramKey = BucketKey | Literal["admit", "masks"]
 
 
 class CompileAfterWarmupError(RuntimeError):
     """In strict mode, a program was needed that had not been compiled ahead."""
+
+
+@dataclass(frozen=True)
+class StoredPrograms:
+    """The programs of one engine in the store.
+
+    Attributes:
+      fingerprint: program key -> its name in the store.
+      devices: on which they run.
+    """
+
+    store: ProgramStore
+    fingerprint: Callable[[ProgramKey], str]
+    devices: list[jax.Device]  # pyright: ignore[reportInvalidTypeForm]
+
+    def load(self, key: ProgramKey) -> StoredProgram | None:
+        """See ProgramStore.load."""
+        return self.store.load(self.fingerprint(key), self.devices)
+
+    def save(self, key: ProgramKey, program: jax.stages.Compiled, workspace_bytes: int | None) -> None:
+        """See ProgramStore.save."""
+        self.store.save(self.fingerprint(key), program, workspace_bytes)
 
 
 # What may become part of a CUDA graph. XLA's default leaves out CONDITIONAL and WHILE: then the sampler's condition is
@@ -32,6 +58,9 @@ def compiler_options(platform: str) -> dict[str, bool | str]:
             # A Python bool: the string is refused. 2 s instead of 25 s a program, and not slower (one H200).
             "xla_gpu_enable_triton_gemm": False,
             "xla_gpu_enable_command_buffer": _COMMAND_BUFFER,
+            # It counts the donated pool several times over, finds that a large one does not fit, and then computes up
+            # to 130 small kernels of a step again and again.
+            "xla_disable_hlo_passes": "rematerialization",
         }
     return {}
 
@@ -41,7 +70,8 @@ class CompileCache:
 
     Attributes:
       compile_seconds: key -> wall time of lowering and compiling, for each program compiled here.
-      num_late_compiles: programs compiled by `get` rather than by `compile_all`.
+      load_seconds: key -> wall time of loading, for each program that came from the store.
+      num_late_compiles: programs compiled by `get` rather than ahead.
     """
 
     def __init__(
@@ -49,6 +79,7 @@ class CompileCache:
         lower: Callable[[ProgramKey], jax.stages.Lowered],
         options: dict[str, bool | str] | None = None,
         strict: bool = False,
+        stored: StoredPrograms | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -56,32 +87,46 @@ class CompileCache:
           lower: traces and lowers one program.
           options: compiler options.
           strict: `get` raises instead of compiling.
+          stored: programs of earlier starts; None keeps none.
         """
         self._lower = lower
         self._options = options or {}
         self._strict = strict
+        self._stored = stored
         self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
+        self._workspace_bytes: dict[ProgramKey, int | None] = {}
         self._lock = Lock()
         self._is_warm = False
         self.compile_seconds: dict[ProgramKey, float] = {}
+        self.load_seconds: dict[ProgramKey, float] = {}
         self.num_late_compiles = 0
 
     def compile_all(self, keys: Iterable[ProgramKey], num_threads: int = 8) -> Iterator[ProgramKey]:
-        """Compile ahead; yields each key when it is ready, for a progress bar.
+        """Load or compile ahead; yields each key when it is ready, for a progress bar.
 
-        Lowering runs one after the other in the given order: threads would not speed it up, and the persistent cache's
-        keys depend on the order. Compiling runs in threads beside it.
+        What an earlier start has stored is loaded in threads. The others are lowered one after the other in the given
+        order: threads would not speed it up, and the keys of JAX's persistent cache depend on the order. Compiling runs
+        in threads beside it.
         """
         self._is_warm = True
         missing: list[ProgramKey] = [key for key in keys if key not in self._programs]
         with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
-            futures = []
+            loaded: dict[ProgramKey, bool] = dict(zip(missing, pool.map(self._load, missing), strict=True))
             for key in missing:
-                start = time.perf_counter()
-                futures.append((key, pool.submit(self._compile, key, self._lower(key), start)))
-            for key, future in futures:
-                future.result()
-                yield key
+                if loaded[key]:
+                    yield key
+            futures: dict[Future[None], ProgramKey] = {}
+            try:
+                for key in missing:
+                    if not loaded[key]:
+                        start = time.perf_counter()
+                        futures[pool.submit(self._compile, key, self._lower(key), start)] = key
+                        yield from _finished(futures, wait=False)
+                while futures:
+                    yield from _finished(futures, wait=True)
+            finally:
+                for future in futures:  # after an error, or when the caller has had enough
+                    future.cancel()
 
     def get(self, key: ProgramKey) -> jax.stages.Compiled:
         """The executable of a program, compiled now if need be.
@@ -92,6 +137,8 @@ class CompileCache:
         program = self._programs.get(key)
         if program is not None:
             return program
+        if self._load(key):
+            return self._programs[key]
         if self._strict:
             raise CompileAfterWarmupError(f"{key} was not compiled ahead: compile it in the warm-up.")
         start = time.perf_counter()
@@ -102,12 +149,73 @@ class CompileCache:
         logger.log(level, "Compiled %s while serving, in %.1f s", key, self.compile_seconds[key])
         return self._programs[key]
 
+    def workspace_bytes(self, key: ProgramKey) -> int | None:
+        """Device bytes that a program needs beside its arguments; None if the compiler did not say.
+
+        Raises: KeyError for a program that is not there.
+        """
+        return self._workspace_bytes[key]
+
+    def forget(self) -> None:
+        """Drop all programs: the pool that they were made for has another size."""
+        self._programs.clear()
+
     def programs(self) -> dict[ProgramKey, jax.stages.Compiled]:
         """All executables, for inspection."""
         return dict(self._programs)
 
+    def _load(self, key: ProgramKey) -> bool:
+        start = time.perf_counter()
+        found = None if self._stored is None else self._stored.load(key)
+        if found is not None:
+            self._keep(key, found.program, found.workspace_bytes)
+            self.load_seconds[key] = time.perf_counter() - start
+        return found is not None
+
     def _compile(self, key: ProgramKey, lowered: jax.stages.Lowered, start: float) -> None:
-        program = lowered.compile(compiler_options=self._options or None)
+        with _hits_of_jax_cache() as hits:
+            program = lowered.compile(compiler_options=self._options or None)
+        workspace_bytes = _workspace_bytes(program)
+        self._keep(key, program, workspace_bytes)
+        self.compile_seconds[key] = time.perf_counter() - start
+        # What XLA has not compiled but read cannot be written again: on a CPU parts of it are missing then.
+        if self._stored is not None and not hits:
+            self._stored.save(key, program, workspace_bytes)
+
+    def _keep(self, key: ProgramKey, program: jax.stages.Compiled, workspace_bytes: int | None) -> None:
         with self._lock:
             self._programs[key] = program
-            self.compile_seconds[key] = time.perf_counter() - start
+            self._workspace_bytes[key] = workspace_bytes
+
+
+@contextmanager
+def _hits_of_jax_cache() -> Iterator[list[str]]:
+    """Collects an event for each program that this thread finds in JAX's own persistent cache."""
+    hits, thread = [], get_ident()
+
+    def note(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits" and get_ident() == thread:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(note)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(note)
+
+
+def _finished(futures: dict[Future[None], ProgramKey], wait: bool) -> list[ProgramKey]:
+    """Takes out those that are done, after a wait for at least one if asked; raises what one of them raised."""
+    if wait:
+        futures_wait(futures, return_when=FIRST_COMPLETED)
+    done = [future for future in futures if future.done()]
+    for future in done:
+        future.result()
+    return [futures.pop(future) for future in done]
+
+
+def _workspace_bytes(program: jax.stages.Compiled) -> int | None:
+    analysis = program.memory_analysis()
+    if analysis is None:
+        return None
+    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes

@@ -67,6 +67,23 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
+class CompileConfig:
+    """When programs are compiled, and where they are kept.
+
+    Attributes:
+      ahead: all of them before the first request; otherwise each at its first use.
+      strict: a compile after that is an error.
+      store_folder: of programs from earlier starts; None keeps none.
+      xla_flags: of the process that compiles; a program depends on them.
+    """
+
+    ahead: bool = False
+    strict: bool = False
+    store_folder: str | None = None
+    xla_flags: str = ""
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything the engine core is told; plain data, so that it travels to the core's process.
 
@@ -75,6 +92,7 @@ class EngineConfig:
       seed: of requests that bring none; None: the operating system's entropy.
       attention_backend: None: chosen by the device.
       tensor_parallel_size: devices that one model is spread over.
+      bucket_policy: a strategy or a file, see bucket_choice; None: chosen by the device.
     """
 
     model: ModelLoadConfig = field(default_factory=ModelLoadConfig)
@@ -83,6 +101,8 @@ class EngineConfig:
     device: Device = "cpu"
     attention_backend: str | None = None
     tensor_parallel_size: int = 1
+    bucket_policy: str | None = None
+    compile: CompileConfig = field(default_factory=CompileConfig)
     executor: str = DEFAULT_EXECUTOR
     seed: int | None = 0
 
@@ -93,7 +113,11 @@ class EngineConfig:
         """
         if self.device == "cpu":
             return _missing_in_environment({"JAX_PLATFORMS": "cpu"}) | self._host_devices_environment()
-        wanted = {"JAX_COMPILATION_CACHE_DIR": str(_cache_folder() / "xla")}
+        wanted = {}
+        if _keeps_programs():
+            # The many small programs of a start (drawing weights, filling the pool) are worth keeping too.
+            wanted["JAX_COMPILATION_CACHE_DIR"] = str(_cache_folder() / "xla")
+            wanted["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
             wanted["XLA_CLIENT_MEM_FRACTION"] = f"{self.memory.gpu_memory_utilization:.4f}"
         return _missing_in_environment(wanted)
@@ -158,6 +182,10 @@ class EngineArgs:
     chat_template: str | None = None
     attention_backend: str | None = None
     tensor_parallel_size: int = 1
+    bucket_policy: str | None = None
+    compile_ahead: bool | None = None
+    strict_compile: bool = False
+    program_cache_dir: str | None = None
     disable_log_stats: bool = True
     device: str = "auto"
     multiprocess: bool | None = None
@@ -207,6 +235,8 @@ class EngineArgs:
             )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1].")
+        if self.strict_compile and self.compile_ahead is False:
+            raise ValueError("strict_compile=True needs compile_ahead=True: without it every first use compiles.")
         if self.skip_tokenizer_init and self.chat_template is not None:
             raise ValueError("chat_template needs a tokenizer: set skip_tokenizer_init=False.")
 
@@ -253,6 +283,8 @@ class EngineArgs:
             device=device,  # type: ignore[arg-type]  # checked against Device
             attention_backend=self.attention_backend,
             tensor_parallel_size=self.tensor_parallel_size,
+            bucket_policy=self.bucket_policy,
+            compile=self._compile_config(device),
             executor=self.executor,
             seed=self.seed,
         )
@@ -282,6 +314,17 @@ class EngineArgs:
             async_scheduling=self.async_scheduling is not False,
         )
 
+    def _compile_config(self, device: str) -> CompileConfig:
+        folder = self.program_cache_dir
+        if folder is None and device == "gpu" and _keeps_programs():
+            folder = str(_cache_folder() / "programs")
+        return CompileConfig(
+            ahead=device == "gpu" or self.strict_compile if self.compile_ahead is None else self.compile_ahead,
+            strict=self.strict_compile,
+            store_folder=folder,
+            xla_flags=os.environ.get("XLA_FLAGS", ""),
+        )
+
     def _memory_config(self, device: str) -> MemoryConfig:
         fixed = self.kv_cache_memory_bytes
         return MemoryConfig(
@@ -300,6 +343,14 @@ def _missing_in_environment(wanted: dict[str, str]) -> dict[str, str]:
 def _cache_folder() -> Path:
     """Where this user's programs keep what they can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxvllm"
+
+
+def _keeps_programs() -> bool:
+    """Whether compiled programs are kept for later starts: unless JAXVLLM_DISABLE_COMPILE_CACHE is 1."""
+    value = os.environ.get("JAXVLLM_DISABLE_COMPILE_CACHE", "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"environment variable JAXVLLM_DISABLE_COMPILE_CACHE={value!r} must be 0 or 1.")
+    return value == "0"
 
 
 def log_level() -> str:

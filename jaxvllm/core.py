@@ -2,16 +2,21 @@
 
 import contextlib
 import importlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core_clock import CoreClock
 from jaxvllm.core_messages import CoreMetrics, EngineCoreInfo, EngineCoreRequest
 from scheduler.config import CacheConfig
 from scheduler.outputs import EngineCoreOutputs, FinishedRequest, ModelRunnerOutput, SchedulerOutput
 from scheduler.request import Request, RequestStatus
 from scheduler.scheduler import make_scheduler
+
+if TYPE_CHECKING:
+    from jaxvllm.structured_output.manager import GrammarManager, TokenGrammar
 
 
 class StepHandle(Protocol):
@@ -40,7 +45,7 @@ class Executor(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Counters and gauges of the device side, by name; may be empty."""
+        """Numbers of the device side by name, as Prometheus writes them: 'steps_total{kind="decode"}'; may be empty."""
         ...
 
     def shutdown(self) -> None:
@@ -62,6 +67,10 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self._executor = executor
+        self._model = config.model
+        self._grammars: GrammarManager | None = None
+        if config.device == "gpu":  # what would stop serving for a moment is done ahead, as compiling is
+            self._grammar_manager().prepare()
         num_blocks = executor.initialize()
         memory, max_model_len = config.memory, config.scheduler.max_model_len
         self.info = EngineCoreInfo(num_blocks, memory.block_size, max_model_len)
@@ -71,10 +80,15 @@ class EngineCore:
         )
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._num_results = 0  # steps whose result has been taken
         self._rejected: dict[str, FinishedRequest] = {}
+        self._clock = CoreClock()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. One that the scheduler refuses ends with finish reason "error" in the next outputs."""
+        grammar: TokenGrammar | None = None
+        if request.sampling_params.structured_outputs is not None:
+            grammar = self._grammar_manager().add(request.sampling_params.structured_outputs)
         try:
             self._scheduler.add_request(
                 Request(
@@ -85,9 +99,13 @@ class EngineCore:
                     arrival_time=request.arrival_time,
                     priority=request.priority,
                     cache_salt=request.cache_salt,
+                    grammar=grammar,
                 )
             )
+            self._clock.note_queued(request.request_id)
         except ValueError as error:
+            if grammar is not None:
+                grammar.close()
             self._rejected[request.request_id] = FinishedRequest("error", str(error))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -107,22 +125,48 @@ class EngineCore:
 
         Returns: what the callers are to hear; None if the step only filled the pipeline.
         """
+        start, num_results = time.monotonic(), self._num_results
+        outputs = self._step(read_inputs)
+        self._clock.end_call(start, outputs, self._num_results > num_results)
+        return outputs
+
+    def _step(self, read_inputs: Callable[[], None]) -> EngineCoreOutputs | None:
         if len(self._in_flight) < self._depth and self._scheduler.has_requests():
+            if self._grammars is not None:
+                self._grammars.wait_for_masks()
             scheduler_output = self._scheduler.schedule()
+            self._clock.note_scheduled(scheduler_output.scheduled_new_requests)
             handle = self._executor.execute(scheduler_output)
             if handle is not None:
                 self._in_flight.append((scheduler_output, handle))
                 if len(self._in_flight) < self._depth:
                     return self._with_rejected(None)
             elif not self._in_flight:
+                if self._grammars is not None:
+                    self._grammars.wait()
                 read_inputs()
-                return self._with_rejected(self._scheduler.update_from_output(scheduler_output, ModelRunnerOutput()))
+                return self._update(scheduler_output, ModelRunnerOutput())
         if not self._in_flight:
             return self._with_rejected(None)
         scheduler_output, handle = self._in_flight.popleft()
-        result = handle.wait()
+        result = self._clock.wait(handle)
+        self._num_results += 1
         read_inputs()
-        return self._with_rejected(self._scheduler.update_from_output(scheduler_output, result))
+        return self._update(scheduler_output, result)
+
+    def _update(self, scheduler_output: SchedulerOutput, result: ModelRunnerOutput) -> EngineCoreOutputs | None:
+        outputs = self._scheduler.update_from_output(scheduler_output, result)
+        if self._grammars is not None:
+            self._grammars.start_masks()
+        return self._with_rejected(outputs)
+
+    def _grammar_manager(self) -> "GrammarManager":
+        """Made for the first request that needs it: most engines never see one."""
+        if self._grammars is None:
+            from jaxvllm.structured_output.manager import make_grammar_manager
+
+            self._grammars = make_grammar_manager(self._model)
+        return self._grammars
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing happens, while requests hold blocks."""
@@ -130,7 +174,8 @@ class EngineCore:
 
     def metrics(self) -> CoreMetrics:
         """The state now, in numbers."""
-        return CoreMetrics(self._scheduler.make_stats(), self._executor.metrics())
+        clock = self._clock
+        return CoreMetrics(self._scheduler.make_stats(), self._executor.metrics(), clock.host_time, clock.wait_time)
 
     def shutdown(self) -> None:
         """Wait for what is in flight and free the device."""
@@ -139,6 +184,8 @@ class EngineCore:
             _, handle = self._in_flight.popleft()
             with contextlib.suppress(Exception):  # nobody wants the result
                 handle.wait()
+        if self._grammars is not None:
+            self._grammars.shutdown()
         self._executor.shutdown()
 
     def _with_rejected(self, outputs: EngineCoreOutputs | None) -> EngineCoreOutputs | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.distribution import Distribution
 from scheduler.outputs import SchedulerStats
 from scheduler.sampling_params import SamplingParams
 
@@ -56,10 +57,18 @@ class EngineCoreInfo:
 
 @dataclass(slots=True)
 class CoreMetrics:
-    """The state of a core now: its scheduler, and its device side's counters and gauges by name."""
+    """The state of a core now.
 
-    scheduler: SchedulerStats
-    device: dict[str, float]
+    Attributes:
+      scheduler: its requests and blocks.
+      device: what Executor.metrics() says.
+      step_host_time, step_wait_time: see CoreClock.
+    """
+
+    scheduler: SchedulerStats = field(default_factory=SchedulerStats)
+    device: dict[str, float] = field(default_factory=dict)
+    step_host_time: Distribution = field(default_factory=lambda: Distribution(()))
+    step_wait_time: Distribution = field(default_factory=lambda: Distribution(()))
 
 
 @dataclass(slots=True)

@@ -22,12 +22,13 @@ class DeviceState:
     block_tables: jax.Array  # i32[max_num_seqs, max_blocks] unused entries 0, the null block
     last_tokens: jax.Array  # i32[max_num_seqs] the token sampled last, input of the next decode step
     records: jax.Array  # i32[max_num_seqs, RECORD_WIDTH] see scheduler.records
+    grammar_masks: jax.Array  # i32[max_num_seqs, mask_words] bit b of word w: token 32 * w + b may come next
 
     @staticmethod
     def shapes(limits: BatchLimits, sharding: Sharding | None = None) -> "DeviceState":
         """The same tree with ShapeDtypeStructs as leaves."""
         rows = limits.max_num_seqs
-        shapes = ((rows, limits.max_blocks), (rows,), (rows, RECORD_WIDTH))
+        shapes = ((rows, limits.max_blocks), (rows,), (rows, RECORD_WIDTH), (rows, limits.mask_words))
         return DeviceState(*(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes))  # pyright: ignore[reportArgumentType]
 
     @staticmethod
@@ -43,11 +44,20 @@ class DeviceState:
           admits: i32[A, admit_width] row, record, block table; a row number of max_num_seqs is a pad and dropped.
         """
         rows = admits[:, 0]
-        return DeviceState(
-            self.block_tables.at[rows].set(admits[:, 1 + RECORD_WIDTH :], mode="drop"),
-            self.last_tokens.at[rows].set(0, mode="drop"),
-            self.records.at[rows].set(admits[:, 1 : 1 + RECORD_WIDTH], mode="drop"),
+        return replace(
+            self,
+            block_tables=self.block_tables.at[rows].set(admits[:, 1 + RECORD_WIDTH :], mode="drop"),
+            last_tokens=self.last_tokens.at[rows].set(0, mode="drop"),
+            records=self.records.at[rows].set(admits[:, 1 : 1 + RECORD_WIDTH], mode="drop"),
         )
+
+    def write_masks(self, writes: jax.Array) -> "DeviceState":
+        """Rewrite rows of grammar_masks; a row without a grammar has an old mask, which does not count.
+
+        Args:
+          writes: i32[A, 1 + mask_words] row, mask; a row number of max_num_seqs is a pad and dropped.
+        """
+        return replace(self, grammar_masks=self.grammar_masks.at[writes[:, 0]].set(writes[:, 1:], mode="drop"))
 
     def append_blocks(self, appends: jax.Array) -> "DeviceState":
         """Enter new blocks into block tables.

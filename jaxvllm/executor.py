@@ -1,33 +1,38 @@
 """The Executor: finds and loads the model, sizes the KV pool, plans steps and runs them."""
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxvllm.attention_backend import choose_backend
+from jaxvllm.background import Background
+from jaxvllm.bucket_choice import choose_policy
+from jaxvllm.bucket_stats import BucketStats
 from jaxvllm.config import EngineConfig
-from jaxvllm.kv_cache import GIB, KVCacheSpec, free_device_bytes, num_blocks_that_fit
-from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_specs, unstack_small
+from jaxvllm.kv_cache import KVCacheSpec, free_device_bytes
+from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_shapes, param_specs, unstack_small
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.model_runner import ModelRunner, RunnerConfig, StepHandle
 from jaxvllm.model_source import ModelSource, resolve
 from jaxvllm.models.registry import MODELS, get_model_class
 from jaxvllm.parallel import make_mesh
+from jaxvllm.pool_size import PoolSizer, log_pool
+from jaxvllm.program_store import ProgramStore
 from jaxvllm.weights.dummy import dummy_params
 from jaxvllm.weights.load import load_params
 from scheduler.batch import BatchLimits
-from scheduler.buckets import powers_of_two
+from scheduler.buckets import BucketPolicy
 from scheduler.outputs import SchedulerOutput
 from scheduler.plan import Planner
 
 logger = logging.getLogger(__name__)
-
-# See powers_of_two.
-GPU_MIN_SIZES = {"min_decode_size": 8, "min_mixed_size": 256}
-ALLOCATOR_SLACK_BYTES = 512 << 20  # what fragmentation and small buffers may take of the device's memory pool
 
 
 class DeviceExecutor:
@@ -38,6 +43,7 @@ class DeviceExecutor:
         self._config = config
         self._planner: Planner | None = None
         self._runner: ModelRunner | None = None
+        self._buckets = BucketStats()
 
     def initialize(self) -> int:
         """Load the model, allocate the KV pool, compile the programs of a GPU. Returns num_blocks.
@@ -48,54 +54,50 @@ class DeviceExecutor:
         """
         config = self._config
         mesh = _mesh(config)
-        device = mesh.devices.flat[0]
         source = resolve(
             config.model.model,
             revision=config.model.revision,
             download_dir=config.model.download_dir,
             supported=MODELS,
         )
-        model_config = with_dtype(source.config, config.model.dtype, device.platform)
-        scheduler = config.scheduler
-        limits = BatchLimits(scheduler.max_num_seqs, scheduler.max_model_len, config.memory.block_size)
-        sizes = GPU_MIN_SIZES if device.platform == "gpu" else {}
-        policy = powers_of_two(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, **sizes)
-        backend = choose_backend(config.attention_backend, device, model_config, limits)
+        model_config = with_dtype(source.config, config.model.dtype, config.device)
         model = get_model_class(model_config.architecture)(model_config)
-        runner = ModelRunner(
-            lambda traced: bind(model, traced),  # pyright: ignore[reportArgumentType]
-            _load(config, source, param_specs(model), mesh),
-            RunnerConfig(
-                limits,
-                policy,
-                KVCacheSpec.of_model(model_config, limits.block_size),
-                model_config.num_heads,
-                backend,
-                mesh,
-            ),
-        )
-        num_blocks = _num_blocks(config, runner, device)
+        policy = choose_policy(config.bucket_policy, config.device, config.scheduler)
+        runner = _make_runner(config, model_config, model, policy, mesh)
+        free_bytes = free_device_bytes(mesh.devices.flat[0])  # before loading begins
+        sizer = PoolSizer(
+            config.memory, runner.config.kv_cache, runner.config.limits, model_config, policy, free_bytes,
+            runner.param_bytes(),
+        )  # fmt: skip
+        num_blocks = sizer.guess()
+        with Background(lambda: _load(config, source, param_specs(model), mesh)) as weights:
+            if config.compile.ahead:
+                num_blocks = _compile_ahead(runner, sizer, num_blocks, weights.check)
+            runner.set_params(weights.result())
+        log_pool(runner.config.kv_cache, runner.config.limits, num_blocks)
         runner.initialize_kv_cache(num_blocks)
-        if device.platform == "gpu":
-            keys = runner.program_keys()
-            list(tqdm(runner.warm_up(), desc="Compiling programs", total=len(keys), unit="program"))
-        self._runner, self._planner = runner, Planner(limits, policy, config.seed)
+        self._runner, self._planner = runner, Planner(runner.config.limits, policy, config.seed)
         return num_blocks
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle | None:
         """Plan and dispatch a step without waiting for it; None if it holds no tokens."""
         assert self._planner is not None and self._runner is not None, "initialize comes first"
         plan = self._planner.build(scheduler_output)
-        return None if plan is None else self._runner.execute(plan)
+        if plan is None:
+            return None
+        self._buckets.count(plan.key, plan.num_tokens, plan.num_reqs)
+        return self._runner.execute(plan)
 
     def metrics(self) -> dict[str, float]:
-        """Programs compiled ahead and while serving."""
+        """Programs compiled ahead and while serving; steps, tokens and pads by bucket."""
         assert self._runner is not None, "initialize comes first"
         programs = self._runner.programs
         return {
             "num_programs": float(len(programs.programs())),
-            "num_late_compiles": float(programs.num_late_compiles),
-            "compile_seconds": sum(programs.compile_seconds.values()),
+            "num_loaded_programs": float(len(programs.load_seconds)),
+            "late_compiles_total": float(programs.num_late_compiles),
+            "compile_seconds_total": sum(programs.compile_seconds.values()),
+            **self._buckets.metrics(),
         }
 
     def shutdown(self) -> None:
@@ -130,6 +132,31 @@ def _mesh(config: EngineConfig) -> Mesh:
     return make_mesh(devices, config.tensor_parallel_size)
 
 
+def _make_runner(
+    config: EngineConfig, model_config: ModelConfig, model: Any, policy: BucketPolicy, mesh: Mesh
+) -> ModelRunner:
+    """A runner that knows the weights' shapes alone."""
+    scheduler, compiling = config.scheduler, config.compile
+    limits = BatchLimits(
+        scheduler.max_num_seqs, scheduler.max_model_len, config.memory.block_size, model_config.vocab_size
+    )
+    return ModelRunner(
+        lambda traced: bind(model, traced),
+        param_shapes(param_specs(model), mesh, unstack=config.device == "gpu"),
+        RunnerConfig(
+            limits,
+            policy,
+            KVCacheSpec.of_model(model_config, limits.block_size),
+            model_config.num_heads,
+            choose_backend(config.attention_backend, mesh.devices.flat[0], model_config, limits),
+            mesh,
+            strict_compile=compiling.strict,
+            store=None if compiling.store_folder is None else ProgramStore(Path(compiling.store_folder)),
+            model=(model_config, compiling.xla_flags),
+        ),
+    )
+
+
 def _load(config: EngineConfig, source: ModelSource, specs: dict[str, ParamSpec], mesh: Mesh) -> dict[str, Weight]:
     """All weights, each where its declaration wants it, in the form that the layers of this device take."""
     if config.model.load_format == "dummy":
@@ -141,19 +168,34 @@ def _load(config: EngineConfig, source: ModelSource, specs: dict[str, ParamSpec]
     return unstack_small(params, specs) if config.device == "gpu" else {**params}
 
 
-def _num_blocks(config: EngineConfig, runner: ModelRunner, device: jax.Device) -> int:  # pyright: ignore[reportInvalidTypeForm]
-    """What was asked for, or what fits: into the fixed size, or into what weights and workspace leave."""
-    memory = config.memory
-    if memory.num_blocks is not None:
-        return memory.num_blocks
-    spec, limits = runner.config.kv_cache, runner.config.limits
-    if memory.kv_cache_bytes is not None:
-        return num_blocks_that_fit(spec, limits, memory.kv_cache_bytes)
-    # With async scheduling the workspace of a second step can be taken while the first one runs.
-    workspace = 2 * runner.workspace_bytes() + ALLOCATOR_SLACK_BYTES
-    # Read last: what loading and compiling left behind on the device is not free.
-    free = free_device_bytes(device)
-    if free is None:
-        raise RuntimeError(f"{device} does not say how much memory is free: set kv_cache_memory_bytes.")
-    logger.info("Free memory %.2f GiB, of which %.2f GiB for two steps' workspace", free / GIB, workspace / GIB)
-    return num_blocks_that_fit(spec, limits, free, workspace)
+def _compile_ahead(runner: ModelRunner, sizer: PoolSizer, num_blocks: int, check: Callable[[], None]) -> int:
+    """Load or compile all programs; returns the number of blocks that they are made for.
+
+    Args:
+      num_blocks: the first guess. The largest program says whether it stands; if not, all begin anew.
+      check: called again and again; raises what makes going on useless.
+    """
+    start = time.perf_counter()
+    runner.set_num_blocks(num_blocks)
+    keys = runner.program_keys()
+    with tqdm(desc="Preparing programs", total=len(keys), unit="program") as progress:
+        for key in runner.warm_up():
+            check()
+            progress.update()
+            if key != sizer.largest:
+                continue
+            checked = sizer.checked(num_blocks, runner.programs.workspace_bytes(key))
+            if checked != num_blocks:
+                logger.info("The steps' workspace asks for %d blocks in the place of %d", checked, num_blocks)
+                break
+        else:
+            programs = runner.programs
+            logger.info(
+                "%d programs ready in %.1f s: %d compiled, %d loaded",
+                len(keys),
+                time.perf_counter() - start,
+                len(programs.compile_seconds),
+                len(programs.load_seconds),
+            )
+            return num_blocks
+    return _compile_ahead(runner, sizer, checked, check)

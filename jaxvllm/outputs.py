@@ -31,12 +31,24 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds since the epoch (time.time()), as the front end saw them."""
+    """What happened to a request, under vLLM's names.
 
-    arrival_time: float
-    first_token_time: float | None = None
-    last_token_time: float | None = None
-    finished_time: float | None = None
+    Attributes:
+      arrival_time: seconds since the epoch (time.time()).
+      queued_ts, scheduled_ts, first_token_ts, last_token_ts: when the core queued it, first had it in a step, and had
+        its tokens, in seconds of time.monotonic(); 0.0: has not happened. With n > 1: first of the first completion,
+        last of the last one.
+      first_token_latency: seconds from the arrival to the first token.
+      num_generation_tokens: of all its completions.
+    """
+
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+    num_generation_tokens: int = 0
 
 
 @dataclass(slots=True)

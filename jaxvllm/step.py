@@ -62,7 +62,10 @@ def make_step(
         logits, kv_cache = compute_step_logits(model, plan, device_state, kv_cache, key, backend, num_heads)
         needs_sample = plan["needs_sample"] == 1
         records = _rows_of(device_state.records, plan["rows"])
-        token_ids = sample(logits, SamplingRows.from_records(records, plan["seq_lens"], needs_sample))
+        rows = SamplingRows.from_records(
+            records, plan["seq_lens"], needs_sample, plan["rows"], device_state.grammar_masks
+        )
+        token_ids = sample(logits, rows)
         return token_ids, kv_cache, device_state.store_tokens(plan["rows"], token_ids, needs_sample)
 
     return step
@@ -94,6 +97,11 @@ def compute_step_logits(
 def admit_step(device_state: DeviceState, admits: jax.Array) -> DeviceState:
     """Admissions that did not fit the step's buffer; device_state is to be donated."""
     return device_state.admit(admits)
+
+
+def write_masks_step(device_state: DeviceState, writes: jax.Array) -> DeviceState:
+    """Grammar masks of the next step; device_state is to be donated."""
+    return device_state.write_masks(writes)
 
 
 def _rows_of(array: jax.Array, rows: jax.Array) -> jax.Array:

@@ -15,11 +15,21 @@ from scheduler.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What sizes the persistent device state."""
+    """What sizes the persistent device state.
+
+    Attributes:
+      vocab_size: of the model's logits; 0 where nothing is kept for each token of the vocabulary.
+    """
 
     max_num_seqs: int
     max_model_len: int
     block_size: int
+    vocab_size: int = 0
+
+    @property
+    def mask_words(self) -> int:
+        """Length of a row's grammar mask: words of 32 tokens."""
+        return -(-self.vocab_size // 32)
 
     @property
     def max_blocks(self) -> int:

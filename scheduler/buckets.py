@@ -126,6 +126,24 @@ class BucketPolicy:
             return PaddingWaste(0.0, 0.0)
         return PaddingWaste(1 - tokens / padded_tokens, 1 - rows / padded_rows)
 
+    def restricted(self, max_num_seqs: int, max_num_batched_tokens: int) -> "BucketPolicy":
+        """The same sizes for limits that are not larger; sizes beyond the limits become the limits.
+
+        Raises:
+          ValueError: the limits exceed those that the policy covers.
+        """
+        if max_num_seqs > self.max_num_seqs or max_num_batched_tokens > self.max_num_batched_tokens:
+            raise ValueError(
+                f"the bucket policy {self.name!r} covers max_num_seqs={self.max_num_seqs} and max_num_batched_tokens="
+                f"{self.max_num_batched_tokens}, not {max_num_seqs} and {max_num_batched_tokens}: lower the limits to "
+                "these, or tune a policy for the larger ones."
+            )
+        decode = {min(size, max_num_seqs) for size in self.decode_sizes}
+        mixed = {(min(T, max_num_batched_tokens), min(R, max_num_seqs)) for T, R in self.mixed_sizes}
+        return BucketPolicy(
+            self.name, max_num_seqs, max_num_batched_tokens, tuple(sorted(decode)), tuple(sorted(mixed))
+        )
+
     def save(self, path: str | Path) -> None:
         """Write the policy as JSON."""
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")

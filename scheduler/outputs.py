@@ -6,6 +6,8 @@ that the garbage collector has to follow, and a message is a few flat lists.
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from scheduler.sampling_params import SamplingParams
 
 
@@ -56,6 +58,8 @@ class SchedulerOutput:
       num_scheduled_tokens: request id -> tokens; order = running requests in list order, then admitted ones.
       finished_request_ids: ended since the last step: their rows are free.
       preempted_request_ids: pre-empted in this step: their rows are free.
+      grammar_masks: for requests with a grammar that sample in this step: the tokens that may come, as i32[words] with
+        bit b of word w for token 32 * w + b; tokens beyond the words may not come.
     """
 
     scheduled_new_requests: list[NewRequestData] = field(default_factory=list)
@@ -65,6 +69,7 @@ class SchedulerOutput:
     num_common_prefix_blocks: int = 0
     finished_request_ids: set[str] = field(default_factory=set)
     preempted_request_ids: set[str] = field(default_factory=set)
+    grammar_masks: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -78,7 +83,7 @@ class ModelRunnerOutput:
 class FinishedRequest:
     """How a request ended: finish_reason is stop, length, abort, error or repetition.
 
-    stop_reason is the stop token's id or the stop string, None for EOS and for the other reasons.
+    stop_reason is the stop token's id or the stop string, "repetition_detected", what the error is, or None.
     """
 
     finish_reason: str
@@ -106,9 +111,13 @@ class EngineCoreOutputs:
       request_ids, new_token_ids: parallel; one entry for each request that got a token.
       num_cached_tokens: for requests whose first token this is: prompt tokens found in the prefix cache.
       finished: those that ended in this step, with a last token above or (abort, error) without.
+      timestamp: when the core had this, in seconds of time.monotonic(); set by the core, as the next one is.
+      request_times: when a request was queued and when first scheduled (0.0: never), with its first token or its end.
     """
 
     request_ids: list[str] = field(default_factory=list)
     new_token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
     finished: dict[str, FinishedRequest] = field(default_factory=dict)
+    timestamp: float = 0.0
+    request_times: dict[str, tuple[float, float]] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from scheduler.outputs import SchedulerOutput
 from scheduler.records import RECORD_WIDTH
 
 ADMITS_PER_STEP = 16
+MASKS_PER_WRITE = 8
 HEADER = ("num_tokens", "num_reqs", "num_decodes", "num_admits", "num_appends")
 # XLA hands a kernel a slice of the buffer without copying it, and GPU kernels want 256 bytes of alignment.
 FIELD_ALIGNMENT = 64
@@ -93,6 +94,7 @@ class StepPlan:
       key: its bucket.
       buffer: i32[PlanLayout.size], owned by the plan (a transfer may still read it while later plans are built).
       overflow: i32[ADMITS_PER_STEP, admit_width] buffers, to be applied before the step.
+      mask_writes: i32[MASKS_PER_WRITE, 1 + mask_words] buffers, row and grammar mask, to be applied before the step.
       request_ids: of the real rows, in row order.
       needs_sample: bool[num_reqs] rows that sample a token; the others end in the middle of their prompt.
       num_reqs, num_tokens: real sizes.
@@ -105,6 +107,7 @@ class StepPlan:
     needs_sample: np.ndarray
     num_reqs: int
     num_tokens: int
+    mask_writes: list[np.ndarray]
 
 
 @dataclass(slots=True)
@@ -158,7 +161,8 @@ class Planner:
         needs_sample = _fill_rows(fields, step, num_tokens)
         overflow = _fill_changes(fields, changes, self.batch)
         fields["header"][:] = (num_tokens, num_reqs, step.num_decodes, len(changes.admitted), len(changes.appends))
-        return StepPlan(key, buffer, overflow, step.request_ids, needs_sample, num_reqs, num_tokens)
+        mask_writes = _mask_writes(scheduler_output.grammar_masks, self.batch)
+        return StepPlan(key, buffer, overflow, step.request_ids, needs_sample, num_reqs, num_tokens, mask_writes)
 
 
 def order_rows(scheduler_output: SchedulerOutput, batch: Batch, changes: BatchChanges) -> StepRows:
@@ -264,3 +268,17 @@ def _fill_changes(fields: dict[str, np.ndarray], changes: BatchChanges, batch: B
         record[1 : 1 + RECORD_WIDTH] = batch.records[request_id]
         record[1 + RECORD_WIDTH :] = batch.block_tables[row]
     return chunks[1:]
+
+
+def _mask_writes(masks: dict[str, np.ndarray], batch: Batch) -> list[np.ndarray]:
+    """See StepPlan. A mask may be shorter than the vocabulary, whose rest is not allowed then, or longer."""
+    limits = batch.limits
+    writes: list[np.ndarray] = []
+    for i, (request_id, mask) in enumerate(masks.items()):
+        if i % MASKS_PER_WRITE == 0:
+            writes.append(np.zeros((MASKS_PER_WRITE, 1 + limits.mask_words), np.int32))
+            writes[-1][:, 0] = limits.max_num_seqs
+        write = writes[-1][i % MASKS_PER_WRITE]
+        write[0] = batch.row_of[request_id]
+        write[1 : 1 + len(mask)] = mask[: limits.mask_words]
+    return writes

@@ -22,7 +22,8 @@ class RecordField(IntEnum):
     SEED_HI = 6
     MIN_TOKENS = 7
     NUM_STOP_IDS = 8
-    STOP_IDS = 9
+    HAS_GRAMMAR = 9  # 1: its row of grammar_masks counts
+    STOP_IDS = 10
 
 
 MAX_MASKED_IDS = MAX_STOP_TOKEN_IDS + 1  # the stop ids and EOS
@@ -55,5 +56,6 @@ def make_record(params: SamplingParams, num_prompt_tokens: int, eos_token_id: in
     record[RecordField.SEED_LO], record[RecordField.SEED_HI] = words
     record[RecordField.MIN_TOKENS] = min(params.min_tokens, _INT32_MAX)
     record[RecordField.NUM_STOP_IDS] = len(masked_ids)
+    record[RecordField.HAS_GRAMMAR] = params.structured_outputs is not None
     record[RecordField.STOP_IDS : RecordField.STOP_IDS + len(masked_ids)] = masked_ids
     return record

@@ -134,7 +134,7 @@ def _describe(scheduler: Scheduler, output: SchedulerOutput) -> dict[str, Any]:
         "common_prefix": output.num_common_prefix_blocks,
         "running": [request.request_id for request in scheduler.running],
         "waiting": [request.request_id for request in scheduler.waiting],
-        "skipped": [],  # nothing defers a waiting request: there is no remote cache and no grammar to wait for
+        "skipped": [request.request_id for request in scheduler.skipped],
         "free": scheduler.kv.pool.num_free_blocks,
     }
 

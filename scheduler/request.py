@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from scheduler.block_hash import root_digest
+from scheduler.grammar import RequestGrammar
 from scheduler.sampling_params import SamplingParams
 
 
@@ -12,12 +13,14 @@ class RequestStatus(IntEnum):
     """Where a request stands; everything above PREEMPTED is an end."""
 
     WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH_CAPPED = 4
-    FINISHED_ABORTED = 5
-    FINISHED_ERROR = 6
+    WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
+    FINISHED_ERROR = 7
+    FINISHED_REPETITION = 8
 
     @property
     def is_finished(self) -> bool:
@@ -35,6 +38,7 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
     RequestStatus.FINISHED_ABORTED: "abort",
     RequestStatus.FINISHED_ERROR: "error",
+    RequestStatus.FINISHED_REPETITION: "repetition",
 }
 
 
@@ -50,6 +54,8 @@ class Request:
       num_cached_tokens: prompt tokens found in the prefix cache at the first admission; -1 before.
       num_lost_tokens: tokens that were computed before the last pre-emption.
       stop_tokens: ids that end the request: EOS unless ignored, and stop_token_ids.
+      grammar: what its text must be, or None; its next token is sampled only once the last one is known here.
+      checks_every_token: any token may end it, not only a stop token or the last one.
       block_ids: blocks that hold its tokens, in order; empty while it waits.
       block_hashes: digests of its full blocks, as far as they were asked for.
       num_hashed_blocks: leading blocks known to the prefix cache under their hash.
@@ -64,7 +70,9 @@ class Request:
         "block_hashes",
         "block_ids",
         "cache_salt",
+        "checks_every_token",
         "eos_token_id",
+        "grammar",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -95,6 +103,7 @@ class Request:
         arrival_time: float = 0.0,
         priority: int = 0,
         cache_salt: str | None = None,
+        grammar: RequestGrammar | None = None,
     ) -> None:
         if len(prompt_token_ids) == 0:
             raise ValueError(f"The prompt of request {request_id!r} is empty; give at least 1 token.")
@@ -110,8 +119,12 @@ class Request:
         self.priority = priority
         self.cache_salt = cache_salt
         self.root_digest = root_digest(cache_salt)
+        self.grammar = grammar
+        self.checks_every_token = grammar is not None or sampling_params.repetition_detection is not None
 
         self.status = RequestStatus.WAITING
+        if grammar is not None:
+            self.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         self.stop_reason: int | str | None = None
         self.token_ids = _as_int32(request_id, prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)

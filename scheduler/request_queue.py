@@ -33,6 +33,9 @@ class RequestQueue(ABC):
         """Take a request out, wherever it is."""
 
     @abstractmethod
+    def __contains__(self, request: Request) -> bool: ...
+
+    @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
@@ -66,6 +69,9 @@ class FCFSQueue(RequestQueue):
     def remove(self, request: Request) -> None:
         """Take a request out."""
         del self._requests[request.request_id]
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._requests
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -115,6 +121,9 @@ class PriorityQueue(RequestQueue):
         if len(self._heap) > 2 * len(self._entries) + 16:  # mostly dead: bound the memory
             self._heap = list(self._entries.values())
             heapq.heapify(self._heap)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._entries
 
     def __len__(self) -> int:
         return len(self._entries)

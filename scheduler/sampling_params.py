@@ -5,6 +5,9 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
 
+from scheduler.repetition import RepetitionDetectionParams
+from scheduler.structured_outputs import StructuredOutputsParams
+
 MAX_N = 16384
 SEED_RANGE = (-(2**63), 2**64 - 1)
 MAX_STOP_TOKEN_IDS = 128
@@ -51,14 +54,14 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     extra_args: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
-    repetition_detection: dict[str, Any] | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     routed_experts_prompt_start: int | None = None
 
     def __post_init__(self) -> None:
@@ -137,6 +140,10 @@ class SamplingParams:
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(f"stop_token_ids holds {len(ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed.")
         self.stop_token_ids = ids
+        if self.structured_outputs is not None:
+            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
+        if self.repetition_detection is not None:
+            self.repetition_detection = RepetitionDetectionParams.of(self.repetition_detection)
         if self.seed == -1:
             self.seed = None
         self.output_kind = RequestOutputKind(self.output_kind)

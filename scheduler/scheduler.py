@@ -12,12 +12,15 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
+import numpy as np
+
 from scheduler.config import CacheConfig, SchedulerConfig
+from scheduler.grammar import RequestGrammar
 from scheduler.intake import admit_lengths
 from scheduler.kv_cache_manager import KVCacheManager
 from scheduler.outputs import EngineCoreOutputs, FinishedRequest, ModelRunnerOutput, SchedulerOutput, SchedulerStats
 from scheduler.request import Request, RequestStatus
-from scheduler.request_queue import make_request_queue
+from scheduler.request_queue import RequestQueue, make_request_queue
 from scheduler.step_builder import StepBuilder
 from scheduler.stop import check_stop
 
@@ -43,6 +46,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # unfinished ones
         self.running: list[Request] = []
         self.waiting = make_request_queue(config.policy)
+        self.skipped = make_request_queue(config.policy)  # waiting ones that were passed over: their grammar is missing
+        self._with_grammar: dict[str, Request] = {}  # unfinished ones
         self._finished_ids: set[str] = set()  # the batch has not been told yet
         self._unreported: dict[str, FinishedRequest] = {}  # the caller has not been told yet
         self._in_flight: deque[SchedulerOutput] = deque()  # steps with tokens, oldest first
@@ -64,6 +69,8 @@ class Scheduler:
             raise ValueError(f"Request id {request.request_id!r} is in use; give every request an id of its own.")
         request.max_num_tokens = admit_lengths(request, self.config, self.kv.num_slots)
         self.requests[request.request_id] = request
+        if request.grammar is not None:
+            self._with_grammar[request.request_id] = request
         self.waiting.add(request)
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> None:
@@ -94,6 +101,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step; its tokens count as computed from now on."""
+        if self._with_grammar:
+            self._end_failed_grammars()
         step = StepBuilder(budget=self.config.max_num_batched_tokens)
         self._schedule_running(step)
         if not step.preempted:
@@ -103,6 +112,8 @@ class Scheduler:
         output.finished_request_ids, self._finished_ids = self._finished_ids, set()
         if self.running:
             output.num_common_prefix_blocks = self.kv.num_common_prefix_blocks(self.running[0])
+        if self._with_grammar:
+            output.grammar_masks = self._grammar_masks(output.num_scheduled_tokens)
         self._advance(step.scheduled, output.num_scheduled_tokens)
         for request in step.admitted:
             request.status = RequestStatus.RUNNING
@@ -121,6 +132,8 @@ class Scheduler:
             num_new = num_known - request.num_computed_tokens
             if num_new == 0 or num_known >= request.max_num_tokens:
                 continue  # its next token, or its last one, is in flight
+            if request.grammar is not None and (request.num_output_placeholders or request.grammar.mask is None):
+                continue  # what may come next depends on a token in flight, or is still being computed
             if num_new > 1:
                 num_new = min(num_new, threshold or num_new, step.budget)
             if request.num_computed_tokens + num_new > request.num_ready_tokens:
@@ -161,32 +174,76 @@ class Scheduler:
         step.preempted.append(victim)
 
     def _schedule_waiting(self, step: StepBuilder) -> None:
-        config = self.config
-        while self.waiting and step.budget > 0 and len(self.running) < config.max_num_seqs:
-            request = self.waiting.peek()
+        set_aside: list[Request] = []
+        while step.budget > 0 and len(self.running) < self.config.max_num_seqs:
+            queue = self._next_queue()
+            if queue is None:
+                break
+            request = queue.peek()
             if request.num_output_placeholders:
-                return  # pre-empted with a token in flight: what it has to compute again is not known yet
-            hit_block_ids = self.kv.get_computed_blocks(request)
-            num_hit = len(hit_block_ids) * self.kv.block_size
-            num_new = request.num_tokens - num_hit
-            num_new = min(num_new, config.long_prefill_token_threshold or num_new)
-            if num_new > step.budget and not config.enable_chunked_prefill:
-                return
-            num_new = min(num_new, step.budget)
-            new_block_ids = self.kv.allocate_slots(
-                request, num_new, hit_block_ids, full_sequence_must_fit=config.reserve_full_isl
-            )
-            if new_block_ids is None:
-                return
-            self.waiting.pop()
-            self._admit(request, num_hit)
-            step.num_scheduled[request.request_id] = num_new
-            step.scheduled.append(request)
-            step.admitted.append(request)
-            step.budget -= num_new
+                break  # pre-empted with a token in flight: what it has to compute again is not known yet
+            if request.grammar is not None and request.grammar.mask is None:
+                set_aside.append(queue.pop())
+                continue
+            if not self._schedule_first(queue, step):
+                break
+        for request in reversed(set_aside):
+            self.skipped.put_back(request)
+
+    def _next_queue(self) -> RequestQueue | None:
+        """The queue with the request to admit next: first come first served prefers those passed over before."""
+        if not self.skipped:
+            return self.waiting or None
+        if not self.waiting or self.config.policy == "fcfs":
+            return self.skipped
+        return min(self.skipped, self.waiting, key=lambda queue: queue.peek().sort_key)
+
+    def _schedule_first(self, queue: RequestQueue, step: StepBuilder) -> bool:
+        """Admit a queue's first request to the step; False, and it stays, if it does not fit."""
+        config = self.config
+        request = queue.peek()
+        hit_block_ids = self.kv.get_computed_blocks(request)
+        num_hit = len(hit_block_ids) * self.kv.block_size
+        num_new = request.num_tokens - num_hit
+        num_new = min(num_new, config.long_prefill_token_threshold or num_new)
+        if num_new > step.budget and not config.enable_chunked_prefill:
+            return False
+        num_new = min(num_new, step.budget)
+        new_block_ids = self.kv.allocate_slots(
+            request, num_new, hit_block_ids, full_sequence_must_fit=config.reserve_full_isl
+        )
+        if new_block_ids is None:
+            return False
+        queue.pop()
+        self._admit(request, num_hit)
+        step.num_scheduled[request.request_id] = num_new
+        step.scheduled.append(request)
+        step.admitted.append(request)
+        step.budget -= num_new
+        return True
+
+    def _end_failed_grammars(self) -> None:
+        """End the requests whose grammar could not be compiled, or not be followed further."""
+        failed = [request for request in self._with_grammar.values() if _grammar(request).error is not None]
+        self._end([(request, RequestStatus.FINISHED_ERROR) for request in failed])
+        for request in failed:
+            self._unreported[request.request_id] = FinishedRequest("error", _grammar(request).error)
+
+    def _grammar_masks(self, num_scheduled_tokens: dict[str, int]) -> dict[str, np.ndarray]:
+        """The masks of the scheduled requests that sample, before their tokens count as computed."""
+        masks = {}
+        for request_id, request in self._with_grammar.items():
+            num_new = num_scheduled_tokens.get(request_id, 0)
+            if num_new and request.num_computed_tokens + num_new == request.num_tokens:
+                mask = _grammar(request).mask
+                assert mask is not None, "a request without a mask is not scheduled"
+                masks[request_id] = mask
+        return masks
 
     def _admit(self, request: Request, num_hit: int) -> None:
         self.running.append(request)
+        if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            request.status = RequestStatus.WAITING
         request.num_computed_tokens = num_hit
         self._num_recomputed_tokens += max(request.num_lost_tokens - num_hit, 0)
         if self.kv.enable_prefix_caching and request.reads_prefix_cache:
@@ -223,7 +280,11 @@ class Scheduler:
             outputs.new_token_ids.append(token_id)
             if request.num_tokens == request.num_prompt_tokens + 1:
                 outputs.num_cached_tokens[request_id] = request.num_cached_tokens
-            if token_id in request.stop_tokens or request.num_tokens >= request.max_num_tokens:
+            if (
+                token_id in request.stop_tokens
+                or request.num_tokens >= request.max_num_tokens
+                or request.checks_every_token
+            ):
                 status = check_stop(request)
                 if status is not None:
                     ended.append((request, status))
@@ -235,7 +296,7 @@ class Scheduler:
         """The present state in numbers."""
         return SchedulerStats(
             num_running_reqs=len(self.running),
-            num_waiting_reqs=len(self.waiting),
+            num_waiting_reqs=len(self.waiting) + len(self.skipped),
             kv_cache_usage=self.kv.usage,
             prefix_cache_queries=self._num_queried_tokens,
             prefix_cache_hits=self._num_hit_tokens,
@@ -254,7 +315,10 @@ class Scheduler:
             self.running = [request for request in self.running if request.request_id not in gone]
         for request, status in ended:
             if request.status is not RequestStatus.RUNNING:
-                self.waiting.remove(request)
+                (self.skipped if request in self.skipped else self.waiting).remove(request)
+            if request.grammar is not None:
+                request.grammar.close()
+                del self._with_grammar[request.request_id]
             self.kv.free(request)
             request.status = status
             del self.requests[request.request_id]
@@ -267,6 +331,11 @@ class Scheduler:
                     request.num_prompt_tokens,
                     self.kv.num_slots,
                 )
+
+
+def _grammar(request: Request) -> RequestGrammar:
+    assert request.grammar is not None
+    return request.grammar
 
 
 def make_scheduler(config: SchedulerConfig, cache_config: CacheConfig) -> Scheduler:

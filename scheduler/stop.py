@@ -1,14 +1,23 @@
 """When a request ends by itself: the rules that look at its last token and at its length."""
 
+from scheduler.repetition import ends_in_repetition
 from scheduler.request import Request, RequestStatus
+
+REPETITION_STOP_REASON = "repetition_detected"
 
 
 def check_stop(request: Request) -> RequestStatus | None:
-    """How the token just appended ends the request, or None; sets stop_reason for a stop token.
+    """How the token just appended ends the request, or None; sets stop_reason for a stop token and a repetition.
 
-    Below min_tokens only the length can end it: otherwise a request whose room is used up would never end.
+    Below min_tokens only the length can end it: otherwise a request whose room is used up would never end. A grammar is
+    told of the token in any case; one that refuses it ends the request at once.
     """
     params = request.sampling_params
+    if request.grammar is not None:
+        refusal = request.grammar.accept(request.token_ids[-1])
+        if refusal is not None:
+            request.stop_reason = refusal
+            return RequestStatus.FINISHED_ERROR
     if request.num_output_tokens >= params.min_tokens:
         last = request.token_ids[-1]
         if last in request.stop_tokens:
@@ -17,4 +26,12 @@ def check_stop(request: Request) -> RequestStatus | None:
             return RequestStatus.FINISHED_STOPPED
     if request.num_tokens >= request.max_num_tokens:
         return RequestStatus.FINISHED_LENGTH_CAPPED
+    repetition = params.repetition_detection
+    if (
+        repetition is not None
+        and request.num_output_tokens >= params.min_tokens
+        and ends_in_repetition(request.token_ids, request.num_prompt_tokens, repetition)
+    ):
+        request.stop_reason = REPETITION_STOP_REASON
+        return RequestStatus.FINISHED_REPETITION
     return None

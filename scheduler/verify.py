@@ -135,7 +135,7 @@ class PrefixDevice:
 
 def check_books(scheduler: Scheduler) -> None:
     """Assert that queues, references, free list and prefix cache agree with each other."""
-    running, waiting = list(scheduler.running), list(scheduler.waiting)
+    running, waiting = list(scheduler.running), [*scheduler.waiting, *scheduler.skipped]
     assert len(running) <= scheduler.config.max_num_seqs
     assert Counter(r.request_id for r in running + waiting) == Counter(scheduler.requests.keys())
     assert all(r.status is RequestStatus.RUNNING for r in running)

@@ -20,6 +20,7 @@ from pathlib import Path
 import workloads
 
 from jaxvllm import Engine, SamplingParams
+from jaxvllm.metrics import Counter, Gauge
 
 HERE = Path(__file__).parent
 # Seconds each workload needs if nothing but bytes over 4.51 TB/s and FLOPs over 806 TFLOP/s counts.
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace) -> dict:
             f"floor {row.floor_ratio:.0%}  {row.out_tok_s:8.0f} out tok/s",
             flush=True,
         )
-    metrics = {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
+    metrics = {metric.name: metric.value for metric in engine.get_metrics() if isinstance(metric, Counter | Gauge)}
     engine.shutdown()
     return {
         "commit": args.commit,

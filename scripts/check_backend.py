@@ -2,9 +2,11 @@
 
     python scripts/check_backend.py --model qwen3-0.6b
 
-A real scheduler admits requests of uneven lengths in two waves, so that the steps are a prefill, a mixture and decodes;
-both backends run the same plans with random weights, each on its own cache. Prints one JSON object; exits with 1 if the
-relative error of any step's logits is above the limit.
+A real scheduler admits requests of uneven lengths in two waves, so that the steps are a prefill, a mixture and decodes.
+The same plans run three times with the same random weights, each on its own cache: with the backend, with the XLA
+reference, and with the XLA reference in float32. How far rounding carries two right bfloat16 results apart depends on
+the model (1.4% for Qwen3-0.6B, 5% for Llama-3.1-8B), so the backend is held against float32, and its error may be
+little larger than that of the reference. Prints one JSON object; exits with 1 if it is larger.
 """
 
 import argparse
@@ -38,10 +40,11 @@ from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import make_scheduler
 
-# bf16 rounds at 2 ** -8 in every layer; two correct kernels differ by about a hundredth.
-MAX_RELATIVE_ERROR = 0.03
+# The kernels round the probabilities to bfloat16 before they meet the values, the reference does not.
+MAX_ERROR_RATIO = 1.25
 WAVES = ((251, 17, 700, 1, 64), (33, 128, 311))
 NUM_STEPS = 6
+NUM_BLOCKS = 512
 
 
 class LogitsRunner:
@@ -67,7 +70,9 @@ class LogitsRunner:
                 partial(self._step, plan.key), donate_argnums=(1, 2), compiler_options=options
             )
         step = self.steps[plan.key]
-        logits, self.kv_cache, self.state = step(self.params, self.kv_cache, self.state, plan.buffer)
+        # "highest" keeps a float32 product from being computed in TF32; it says nothing about bfloat16 ones.
+        with jax.default_matmul_precision("highest"):
+            logits, self.kv_cache, self.state = step(self.params, self.kv_cache, self.state, plan.buffer)
         return np.asarray(logits)[: plan.num_reqs]
 
     def _step(self, key: BucketKey, params, kv_cache, state: DeviceState, buffer):
@@ -81,55 +86,70 @@ class LogitsRunner:
         return logits, kv_cache, state
 
 
-def compare(name: str, requested: str | None = None) -> dict:
-    """Largest relative error over the steps, and how many of the sampled ids agree."""
+def make_runners(name: str, requested: str | None, limits: BatchLimits) -> dict[str, LogitsRunner]:
+    """The runners by what they are: "backend", "reference" and "float32"; one set of weights."""
     config = resolve(workloads.write_config(name)).config
+    backend = choose_backend(requested, jax.devices()[0], config, limits)
+    model = get_model_class(config.architecture)(config)
+    params = dummy_params(param_specs(model))
+    exact_config = replace(config, dtype="float32")
+    exact_model = get_model_class(config.architecture)(exact_config)
+    exact_params = jax.tree.map(lambda weight: weight.astype(jnp.float32), params)
+    return {
+        "backend": LogitsRunner(model, config, params, limits, NUM_BLOCKS, backend),
+        "reference": LogitsRunner(model, config, params, limits, NUM_BLOCKS, "reference"),
+        "float32": LogitsRunner(exact_model, exact_config, exact_params, limits, NUM_BLOCKS, "reference"),
+    }
+
+
+def compare(name: str, requested: str | None = None) -> dict:
+    """Errors of the backend and of the reference against float32 by step, and how many of their argmaxes agree."""
     limits = BatchLimits(max_num_seqs=16, max_model_len=1024, block_size=16)
     scheduler_config = SchedulerConfig(
         max_num_seqs=16, max_num_batched_tokens=512, max_model_len=1024, async_scheduling=False
     )
-    backend = choose_backend(requested, jax.devices()[0], config, limits)
-    num_blocks = 512
-    scheduler = make_scheduler(scheduler_config, CacheConfig(num_blocks=num_blocks, enable_prefix_caching=False))
+    scheduler = make_scheduler(scheduler_config, CacheConfig(num_blocks=NUM_BLOCKS, enable_prefix_caching=False))
     planner = Planner(limits, powers_of_two(16, 512, min_decode_size=8), seed=0)
-    model = get_model_class(config.architecture)(config)
-    params = dummy_params(param_specs(model))
-    tested = LogitsRunner(model, config, params, limits, num_blocks, backend)
-    reference = LogitsRunner(model, config, params, limits, num_blocks, "reference")
+    runners = make_runners(name, requested, limits)
+    vocab_size = resolve(workloads.write_config(name)).config.vocab_size
     rng = np.random.default_rng(0)
-    waves, errors, kinds, agreed, total = list(WAVES), [], [], 0, 0
+    waves, kinds = list(WAVES), []
+    errors: dict[str, list[float]] = {"backend": [], "reference": []}
+    agreed, total = dict.fromkeys(errors, 0), 0
     last_tokens = np.zeros(limits.max_num_seqs, np.int32)
     for step_number in range(NUM_STEPS):
         if step_number % 2 == 0 and waves:
             for i, length in enumerate(waves.pop(0)):
-                prompt = rng.integers(10, config.vocab_size, length).tolist()
+                prompt = rng.integers(10, vocab_size, length).tolist()
                 params_of = SamplingParams(temperature=0, max_tokens=NUM_STEPS + 1, ignore_eos=True)
                 scheduler.add_request(Request(f"{step_number}-{i}", prompt, params_of))
         scheduled = scheduler.schedule()
         plan = planner.build(scheduled)
         assert plan is not None, "every step has work"
-        got, expected = tested.run(plan, last_tokens), reference.run(plan, last_tokens)
-        needs_sample = plan.needs_sample
-        got, expected = got[needs_sample], expected[needs_sample]
-        assert np.isfinite(got).all() and np.isfinite(expected).all(), f"{plan.key}: NaN reached the logits"
-        errors.append(float(np.linalg.norm(got - expected) / np.linalg.norm(expected)))
+        logits = {what: runner.run(plan, last_tokens)[plan.needs_sample] for what, runner in runners.items()}
+        for what, array in logits.items():
+            assert np.isfinite(array).all(), f"{plan.key}: NaN reached the logits of {what}"
+        exact = logits["float32"]
+        for what in errors:
+            errors[what].append(float(np.linalg.norm(logits[what] - exact) / np.linalg.norm(exact)))
+            agreed[what] += int((logits[what].argmax(-1) == exact.argmax(-1)).sum())
         kinds.append(str(plan.key))
-        agreed += int((got.argmax(-1) == expected.argmax(-1)).sum())
-        total += len(got)
+        total += len(exact)
         sampled = {}
         for row, request_id in enumerate(plan.request_ids):
-            if needs_sample[row]:
-                sampled[request_id] = int(rng.integers(10, config.vocab_size))
+            if plan.needs_sample[row]:
+                sampled[request_id] = int(rng.integers(10, vocab_size))
                 last_tokens[planner.batch.row_of[request_id]] = sampled[request_id]
         scheduler.update_from_output(scheduled, ModelRunnerOutput(sampled))
+    ratios = [mine / its for mine, its in zip(errors["backend"], errors["reference"], strict=True)]
     return {
         "model": name,
-        "backend": backend,
+        "backend": runners["backend"].backend,
         "steps": kinds,
-        "relative_errors": errors,
-        "max_relative_error": max(errors),
-        "argmax_agreement": agreed / total,
-        "passed": max(errors) <= MAX_RELATIVE_ERROR,
+        "errors_against_float32": errors,
+        "argmax_agreement_with_float32": {what: count / total for what, count in agreed.items()},
+        "max_error_ratio": max(ratios),
+        "passed": max(ratios) <= MAX_ERROR_RATIO,
     }
 
 

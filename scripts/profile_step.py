@@ -1,10 +1,11 @@
-"""Where the time of a decode step goes: host parts, dispatch, the device, and each kernel.
+"""Where the time of a step goes: host parts, dispatch, the device, and each kernel.
 
     python scripts/profile_step.py --model qwen3-0.6b --requests 1 --context 384
 
 Prefills the requests with random tokens, then times decode steps of the scheduler, planner and runner as the engine's
-core drives them (two steps in flight), the same plan dispatched back to back, and a few traced steps for the kernels.
-Tracing turns CUDA graphs off, so kernel times add up to the device's work, not to the step.
+core drives them (two steps in flight). Then the last decode plan, and the last prefill plan that was full, dispatched
+back to back, and a few traced steps of each for the kernels. Tracing turns CUDA graphs off, so kernel times add up to
+the device's work, not to the step.
 """
 
 import argparse
@@ -76,14 +77,14 @@ class Loop:
             self.scheduler.add_request(Request(f"r{i}", prompt, sampling))
         self.in_flight: deque = deque()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.plan: StepPlan | None = None
+        self.plans: dict[str, StepPlan] = {}  # by kind, the last one of most tokens
 
     def step(self) -> str:
         """One turn of the loop; returns the kind of step dispatched."""
         t0 = time.perf_counter()
         scheduled = self.scheduler.schedule()
         t1 = time.perf_counter()
-        self.plan = plan = self.planner.build(scheduled)
+        plan = self.planner.build(scheduled)
         t2 = time.perf_counter()
         assert plan is not None, "max_tokens covers all steps"
         self.in_flight.append((scheduled, self.runner.execute(plan)))
@@ -93,7 +94,10 @@ class Loop:
         self.seconds["execute"] += t3 - t2
         if len(self.in_flight) == 2:
             self.take_oldest()
-        return plan.key.kind
+        kind = plan.key.kind
+        if kind not in self.plans or plan.num_tokens >= self.plans[kind].num_tokens:
+            self.plans[kind] = plan
+        return kind
 
     def take_oldest(self) -> None:
         """Wait for the oldest step and tell the scheduler."""
@@ -142,6 +146,29 @@ def kernel_times(runner: ModelRunner, plan, repeats: int = 3) -> list[tuple[str,
     return sorted(rows, key=lambda row: -row[2])
 
 
+def profile_plan(runner: ModelRunner, plan: StepPlan, with_trace: bool) -> dict:
+    """Times of one plan dispatched again and again; it writes what it wrote before."""
+    print(f"{plan.key}, {plan.num_tokens} tokens")
+    seconds, host = time_plan(runner, plan, 40)
+    print(f"  back to back {1e3 * seconds:.3f} ms a step, dispatch {1e3 * host:.3f} ms")
+    on_device = replace(plan, buffer=jax.device_put(plan.buffer))
+    resident, host_resident = time_plan(runner, on_device, 40)
+    print(f"  plan already on the device {1e3 * resident:.3f} ms a step, dispatch {1e3 * host_resident:.3f} ms")
+    result: dict = {
+        "num_tokens": plan.num_tokens,
+        "back_to_back_ms": 1e3 * seconds,
+        "dispatch_ms": 1e3 * host,
+        "resident_plan_ms": 1e3 * resident,
+    }
+    if with_trace:
+        kernels = kernel_times(runner, plan)
+        result["kernels"] = [{"name": n, "calls": c, "us": us} for n, c, us in kernels]
+        print(f"  kernels: {sum(c for _, c, _ in kernels)} calls, {sum(us for *_, us in kernels):.0f} us")
+        for name, count, micros in kernels[:16]:
+            print(f"  {micros:9.1f} us {count:5d} x {name[:90]}")
+    return result
+
+
 def main() -> None:
     """Parse the command line and print the parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -153,6 +180,9 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument(
+        "--kind", nargs="+", choices=("decode", "mixed"), default=["decode"], help="steps to take apart"
+    )
     parser.add_argument("--no-trace", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -179,29 +209,15 @@ def main() -> None:
     )
     while loop.in_flight:
         loop.take_oldest()
-    plan = loop.plan
-    assert plan is not None
-    seconds, host = time_plan(loop.runner, plan, 40)
-    print(f"back to back {1e3 * seconds:.3f} ms a step, dispatch {1e3 * host:.3f} ms")
-    on_device = replace(plan, buffer=jax.device_put(plan.buffer))
-    seconds_resident, host_resident = time_plan(loop.runner, on_device, 40)
-    print(f"plan already on the device {1e3 * seconds_resident:.3f} ms a step, dispatch {1e3 * host_resident:.3f} ms")
     result = {
         "model": args.model,
         "requests": args.requests,
         "context": args.context,
         "loop_ms": 1e3 * wall,
         "host_ms": parts,
-        "back_to_back_ms": 1e3 * seconds,
-        "dispatch_ms": 1e3 * host,
-        "resident_plan_ms": 1e3 * seconds_resident,
     }
-    if not args.no_trace:
-        kernels = kernel_times(loop.runner, plan)
-        result["kernels"] = [{"name": n, "calls": c, "us": us} for n, c, us in kernels]
-        print(f"kernels: {sum(c for _, c, _ in kernels)} calls, {sum(us for *_, us in kernels):.0f} us")
-        for name, count, micros in kernels[:16]:
-            print(f"  {micros:8.1f} us {count:5d} x {name[:90]}")
+    for kind in args.kind:
+        result[kind] = profile_plan(loop.runner, loop.plans[kind], with_trace=not args.no_trace)
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -1,8 +1,9 @@
 """A weight is declared once: shape, dtype, logical axes, where a checkpoint keeps it, how a dummy is drawn."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,13 @@ class ParamSpec:
         """The same weight for all layers at once, layer axis in front."""
         return replace(self, shape=(num_layers, *self.shape), axes=(None, *self.axes), num_layers=num_layers)
 
+    @property
+    def is_small(self) -> bool:
+        """Whether each layer of an unrolled model on a GPU gets an array of its own; see unstack_small."""
+        if self.num_layers is None:
+            return False
+        return math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize <= _SMALL_BYTES
+
     def partition_spec(self) -> jax.sharding.PartitionSpec:
         """The axes as mesh axes."""
         return jax.sharding.PartitionSpec(*(SHARDING_RULES.get(a) if a else None for a in self.axes))
@@ -100,12 +108,20 @@ def unstack_small(params: Mapping[str, jax.Array], specs: Mapping[str, ParamSpec
     For unrolled layers on a GPU: a static slice of a small weight is fused into the kernel that uses it, which makes
     that kernel another one to compile in every layer. Without the slice the layers share it.
     """
-    return {
-        name: tuple(array)
-        if specs[name].num_layers is not None and array.nbytes // len(array) <= _SMALL_BYTES
-        else array
-        for name, array in params.items()
-    }
+    return {name: tuple(array) if specs[name].is_small else array for name, array in params.items()}
+
+
+def param_shapes(specs: Mapping[str, ParamSpec], mesh: jax.sharding.Mesh, *, unstack: bool) -> dict[str, Any]:
+    """The weights' shapes and places before they are there, in the form that `unstack_small` gives them if asked."""
+
+    def shape(spec: ParamSpec) -> Any:
+        sharding = spec.sharding(mesh)
+        if not (unstack and spec.is_small):
+            return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
+        of_layer = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
+        return (jax.ShapeDtypeStruct(spec.shape[1:], spec.dtype, sharding=of_layer),) * spec.shape[0]
+
+    return {name: shape(spec) for name, spec in specs.items()}
 
 
 def bind[M: nnx.Module](model: M, params: Mapping[str, Weight]) -> M:

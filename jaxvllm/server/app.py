@@ -14,6 +14,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
+from jaxvllm.prometheus import CONTENT_TYPE, render
 from jaxvllm.server.body import read_body
 from jaxvllm.server.chat import create_chat_completion
 from jaxvllm.server.completions import create_completion
@@ -98,8 +99,8 @@ def _add_state_routes(app: FastAPI, serving: Serving) -> None:
         return _json({"server_load": serving.load.num_requests})
 
     async def metrics() -> Response:
-        lines = [_metric_line(m.name, m.labels, m.value) for m in await serving.engine.get_metrics()]
-        return Response("".join(lines), media_type="text/plain; version=0.0.4")
+        text = render(await serving.engine.get_metrics(), model_name=serving.config.served_model_names[0])
+        return Response(text, media_type=CONTENT_TYPE)
 
     app.get("/health")(health)
     app.get("/ping", operation_id="ping")(health)
@@ -108,11 +109,6 @@ def _add_state_routes(app: FastAPI, serving: Serving) -> None:
     app.get("/version")(show_version)
     app.get("/load")(load)
     app.get("/metrics")(metrics)
-
-
-def _metric_line(name: str, labels: dict[str, str], value: float) -> str:
-    inside = ",".join(f'{key}="{text}"' for key, text in labels.items())
-    return f"{name}{{{inside}}} {value}\n"
 
 
 def _json(value: Any) -> Response:

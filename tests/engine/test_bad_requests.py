@@ -68,17 +68,15 @@ def test_e02_bad_ids_are_refused_by_name_and_the_neighbour_equals_its_solo_run(e
 APPLIED = {
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens"),
     *("min_tokens", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"),
-    *("include_stop_str_in_output", "skip_reading_prefix_cache"),
+    *("include_stop_str_in_output", "skip_reading_prefix_cache", "structured_outputs", "repetition_detection"),
 }
 VALUES = {
     "flat_logprobs": True,
-    "structured_outputs": {"regex": "a"},
     "logit_bias": {7: 1.0},
     "allowed_token_ids": [7],
     "bad_words": ["x"],
     "extra_args": {"a": 1},
     "logprob_token_ids": [7],
-    "repetition_detection": {"min_count": 2},
 }
 
 

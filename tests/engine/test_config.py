@@ -86,9 +86,10 @@ def test_cpu_computes_in_float32_with_a_pool_of_a_gibibyte():
 @pytest.fixture
 def bare_environment(monkeypatch):
     """Without the variables that core_environment may set; the user's cache is in /cache."""
-    for name in ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION"):
+    names = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION")
+    names += ("XLA_PYTHON_CLIENT_MEM_FRACTION", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+    for name in (*names, "JAXVLLM_DISABLE_COMPILE_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     return monkeypatch
 
@@ -96,12 +97,35 @@ def bare_environment(monkeypatch):
 def test_core_environment_keeps_what_the_caller_has_set(bare_environment):
     assert EngineArgs(device="cpu").create_engine_config(64).core_environment() == {"JAX_PLATFORMS": "cpu"}
     gpu = EngineArgs(device="gpu", gpu_memory_utilization=0.5).create_engine_config(64)
-    cache = {"JAX_COMPILATION_CACHE_DIR": "/cache/jaxvllm/xla"}
+    cache = {"JAX_COMPILATION_CACHE_DIR": "/cache/jaxvllm/xla", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     assert gpu.core_environment() == {"XLA_CLIENT_MEM_FRACTION": "0.5000"} | cache
     bare_environment.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
     assert gpu.core_environment() == cache
     bare_environment.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    assert "JAX_COMPILATION_CACHE_DIR" not in gpu.core_environment()
+    bare_environment.setenv("JAXVLLM_DISABLE_COMPILE_CACHE", "1")
     assert gpu.core_environment() == {}
+
+
+def test_a_gpu_compiles_ahead_and_keeps_programs_and_a_cpu_does_neither_unless_told(bare_environment):
+    def compiling(**args):
+        return EngineArgs(**args).create_engine_config(64).compile
+
+    gpu = compiling(device="gpu")
+    assert (gpu.ahead, gpu.strict, gpu.store_folder) == (True, False, "/cache/jaxvllm/programs")
+    assert not compiling(device="gpu", compile_ahead=False).ahead
+    assert compiling(device="gpu", program_cache_dir="/here").store_folder == "/here"
+    cpu = compiling(device="cpu")
+    assert (cpu.ahead, cpu.strict, cpu.store_folder) == (False, False, None)
+    assert compiling(device="cpu", strict_compile=True).ahead
+    assert compiling(device="cpu", program_cache_dir="/here").store_folder == "/here"
+    with pytest.raises(ValueError, match="strict_compile=True needs compile_ahead=True"):
+        compiling(strict_compile=True, compile_ahead=False)
+    bare_environment.setenv("JAXVLLM_DISABLE_COMPILE_CACHE", "1")
+    assert compiling(device="gpu").store_folder is None
+    bare_environment.setenv("JAXVLLM_DISABLE_COMPILE_CACHE", "yes")
+    with pytest.raises(ValueError, match="JAXVLLM_DISABLE_COMPILE_CACHE='yes' must be 0 or 1"):
+        compiling(device="gpu")
 
 
 def test_a_cpu_is_as_many_devices_as_the_model_is_split_over(bare_environment):

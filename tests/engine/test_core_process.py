@@ -47,7 +47,7 @@ def test_core_process_gives_what_the_core_in_process_gives(model_folder):
         with make_engine(model_folder, "successor", multiprocess=multiprocess) as engine:
             results.append([o.outputs for o in engine.generate(prompts, params, use_tqdm=False)])
             assert engine.reset_prefix_cache()
-            assert {m.name: m.value for m in engine.get_metrics()}["jaxvllm:num_steps"] > 50
+            assert {m.name: m.value for m in engine.get_metrics() if hasattr(m, "value")}["jaxvllm:num_steps"] > 50
     assert results[0] == results[1]
 
 

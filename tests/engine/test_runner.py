@@ -178,5 +178,20 @@ def test_a_large_pool_has_a_round_number_of_blocks_so_that_a_later_start_finds_i
     assert num_blocks_that_fit(spec, limits, 66001 * spec.block_bytes) == 66001
 
 
-def test_workspace_of_the_largest_program_is_measured_without_a_pool(runner):
-    assert runner.workspace_bytes() > 128 * HIDDEN * 4
+def test_what_the_compiler_says_about_workspace_is_kept(runner):
+    key = POLICY.select("mixed", 128, 19)
+    runner.programs.get(key)
+    assert (runner.programs.workspace_bytes(key) or 0) > 128 * HIDDEN * 4
+
+
+def test_another_size_of_the_pool_drops_the_programs_made_for_the_first():
+    limits, policy = BatchLimits(2, 32, 4), one_shape(2, 16)
+    runner = make_runner(limits, policy, 17)
+    assert list(runner.warm_up()) == policy.keys()
+    runner.set_num_blocks(17)
+    assert runner.programs.programs()
+    runner.initialize_kv_cache(19)
+    assert not runner.programs.programs()
+    loop = Loop(limits, policy, runner)
+    loop.add("a", [1, 2], 3)
+    assert len(loop.run()["a"]) == 3

@@ -18,7 +18,7 @@ from scheduler.plan import PlanLayout, Planner, StepPlan
 from scheduler.sampling_params import SamplingParams
 from tests.engine import tiny_llama
 
-LIMITS = BatchLimits(max_num_seqs=16, max_model_len=256, block_size=16)
+LIMITS = BatchLimits(max_num_seqs=16, max_model_len=256, block_size=16, vocab_size=264)
 POLICY = explicit(16, 64, [16], [64])
 NUM_BLOCKS = 65  # of the device's pool; an engine with fewer is told less
 EXECUTOR = "tests.engine.tiny_core:make_executor"

@@ -68,7 +68,7 @@ def test_greedy_ids_equal_those_of_transformers_under_pressure(tiny, folder, asy
     again = [engine.generate(TWIN, PARAMS, use_tqdm=False)[0] for _ in range(2)]
     assert [output.outputs[0].token_ids for output in again] == [answers[0]] * 2
     assert again[1].num_cached_tokens == BLOCK_SIZE
-    metrics = {metric.name: metric.value for metric in engine.get_metrics()}
+    metrics = {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
     assert metrics["vllm:num_preemptions"] >= 3
     assert metrics["vllm:prefix_cache_hits"] >= 5 * BLOCK_SIZE
-    assert metrics["jaxvllm:num_programs"] == metrics["jaxvllm:num_late_compiles"] <= 6
+    assert metrics["jaxvllm:num_programs"] == metrics["jaxvllm:late_compiles"] <= 6

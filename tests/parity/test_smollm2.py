@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from jaxvllm import Engine, SamplingParams, cli, generate_cli
+from jaxvllm import Engine, SamplingParams, StructuredOutputsParams, cli, generate_cli
 from jaxvllm.layers.parameter import param_specs
 from jaxvllm.model_source import ModelSource, default_model, resolve
 from jaxvllm.models.registry import get_model_class
@@ -36,6 +37,12 @@ SAFE = {
     "Write a Python function that adds two numbers.": 32,
     "Explain gravity in one sentence.": 32,
     "What is the capital of France?": 8,
+}
+CAPITAL = {
+    "type": "object",
+    "properties": {"capital": {"type": "string"}, "language": {"enum": ["English", "French", "Greek"]}},
+    "required": ["capital", "language"],
+    "additionalProperties": False,
 }
 
 
@@ -76,7 +83,11 @@ def test_smollm2_answers_as_transformers_does_and_equal_prompts_share_blocks(ref
     with Engine(max_model_len=512) as engine:
         conversations = [[{"role": "user", "content": question}] for question in questions]
         params = [SamplingParams(temperature=0.0, max_tokens=limit) for limit in limits]
-        outputs = engine.chat(conversations, params, use_tqdm=False)
+        constraint = StructuredOutputsParams(json=CAPITAL, disable_any_whitespace=True)
+        structured = SamplingParams(temperature=0.0, max_tokens=24, structured_outputs=constraint)
+        *outputs, formed = engine.chat([*conversations, conversations[2]], [*params, structured], use_tqdm=False)
+        answer = json.loads(formed.outputs[0].text)
+        assert answer["capital"] == "Paris" and answer["language"] in CAPITAL["properties"]["language"]["enum"]
         for output, limit in zip(outputs, limits, strict=True):
             ids = torch.tensor([output.prompt_token_ids])
             with torch.no_grad():

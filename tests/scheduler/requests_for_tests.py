@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 from scheduler.config import CacheConfig, SchedulerConfig
+from scheduler.grammar import RequestGrammar
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 from scheduler.verify import VOCAB_SIZE, CheckedScheduler
@@ -24,6 +25,7 @@ def make_request(
     arrival: float = 0.0,
     salt: str | None = None,
     eos: int | None = None,
+    grammar: RequestGrammar | None = None,
     **params: Any,
 ) -> Request:
     """A request; a prompt given as a length gets ids that no other request has."""
@@ -37,6 +39,7 @@ def make_request(
         arrival_time=arrival,
         priority=priority,
         cache_salt=salt,
+        grammar=grammar,
     )
 
 

@@ -72,7 +72,8 @@ class Server:
         for line in self.get("/metrics").body.decode().splitlines():
             found = re.match(r"([a-zA-Z_:]+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", line)
             if found and not line.startswith("#"):
-                values[found.group(1)] = values.get(found.group(1), 0.0) + float(found.group(2))
+                name = found.group(1).removesuffix("_total")
+                values[name] = values.get(name, 0.0) + float(found.group(2))
         return values
 
     def wait_until_idle(self, limit_s: float = 1.0) -> None:

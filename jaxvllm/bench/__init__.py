@@ -1,0 +1,1 @@
+"""`jaxvllm bench`: what a server (serve) or an engine (throughput, latency) gives under a load, in vLLM's words."""

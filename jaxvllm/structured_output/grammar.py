@@ -1,0 +1,92 @@
+"""From StructuredOutputsParams to the text that llguidance compiles, and the check of it at submission."""
+
+import json
+from collections.abc import Set
+from typing import Any
+
+from llguidance import LLMatcher, grammar_from
+from tokenizers import Tokenizer
+
+from jaxvllm.structured_output.structural_tag import structural_tag_to_lark
+from scheduler.structured_outputs import StructuredOutputsParams
+
+_MAX_SHOWN = 200  # characters of a caller's schema in a message
+
+
+def special_texts(tokenizer: Tokenizer) -> frozenset[str]:
+    """The tokens that a grammar matches by name and never by their letters, as llguidance chooses them."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    return frozenset(t.content for t in added if t.special or (t.content[:1] == "<" and t.content[-1:] == ">"))
+
+
+def check(params: StructuredOutputsParams, special: Set[str]) -> None:
+    """Whether the constraint can be compiled.
+
+    Args:
+      special: see special_texts.
+
+    Raises: ValueError: what is wrong with it.
+    """
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(to_llguidance(params, special))
+    if is_error:
+        raise _refusal(params, messages[0])
+
+
+def to_llguidance(params: StructuredOutputsParams, special: Set[str]) -> str:
+    """The constraint in llguidance's own form.
+
+    Args:
+      special: see special_texts; a structural tag may be made of them.
+
+    Raises: ValueError for text that is no JSON, no grammar or no structural tag; what else may be wrong shows when it
+      is compiled.
+    """
+    kind, value = params.kind, getattr(params, params.kind)
+    try:
+        if kind == "json":
+            return _from_schema(params, json.loads(value) if isinstance(value, str) else value)
+        if kind == "json_object":
+            return _from_schema(params, {"type": "object"})
+        if kind == "regex":
+            return LLMatcher.grammar_from_regex(value)
+        if kind == "choice":
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+            return LLMatcher.grammar_from_lark(f"start: {texts}")
+        if kind == "grammar":
+            return grammar_from("grammar", value)  # reads Lark, EBNF and GBNF
+        return LLMatcher.grammar_from_lark(structural_tag_to_lark(json.loads(value), special))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _refusal(params, str(error)) from error
+
+
+def _from_schema(params: StructuredOutputsParams, schema: Any) -> str:
+    json.dumps(schema, allow_nan=False)  # raises for what is no JSON
+    if params.disable_additional_properties:
+        schema = _without_additional_properties(schema)
+    options: dict[str, Any] = {}
+    if params.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    if params.whitespace_pattern is not None:
+        options["whitespace_pattern"] = params.whitespace_pattern
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # pyright: ignore[reportArgumentType]
+
+
+def _without_additional_properties(schema: Any) -> Any:
+    """A copy in which every object that lists properties, and says nothing about others, has no others."""
+    if isinstance(schema, list):
+        return [_without_additional_properties(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {key: _without_additional_properties(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict):
+        copy.setdefault("additionalProperties", False)
+    return copy
+
+
+def _refusal(params: StructuredOutputsParams, reason: str) -> ValueError:
+    try:
+        shown = str(getattr(params, params.kind))
+    except RecursionError:
+        shown = "(nested too deeply to show)"
+    shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
+    return ValueError(f"structured_outputs: {params.kind}={shown} cannot be followed: {reason.strip()}")

@@ -1,0 +1,207 @@
+"""What structured requests cost the others in the batch.
+
+    python scripts/bench_structured_output.py --host                 # any machine: the loop beside a pretended device
+    python scripts/bench_structured_output.py --out scripts/results/h200/structured_output.json          # one GPU
+
+256 requests; of them 0, 1, 16 or all follow a JSON schema. The vocabulary has the size of Qwen3's and is made up:
+byte-level BPE with random merges of letters. --host times EngineCore itself (grammars, masks, scheduler, planner, two
+steps in flight) with a device that takes --step-ms a step and draws any allowed token. Without --host the real engine
+serves qwen3-0.6b with dummy weights, and every structured text is checked to be the beginning of what SCHEMA allows.
+"""
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import workloads
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from jaxvllm import Engine, SamplingParams, StructuredOutputsParams
+from jaxvllm.config import EngineConfig, MemoryConfig, ModelLoadConfig
+from jaxvllm.core import EngineCore
+from jaxvllm.core_messages import EngineCoreRequest
+from scheduler.batch import BatchLimits
+from scheduler.buckets import powers_of_two
+from scheduler.config import SchedulerConfig
+from scheduler.outputs import ModelRunnerOutput, SchedulerOutput
+from scheduler.plan import Planner
+
+NUM_REQUESTS = 256
+NUM_STRUCTURED = (0, 1, 16, 256)
+VOCAB_SIZE = 151936
+EOS = 151645
+SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "count": {"type": "integer"},
+            "kind": {"enum": ["alpha", "beta", "gamma"]},
+        },
+        "required": ["name", "count", "kind"],
+        "additionalProperties": False,
+    },
+    "minItems": 200,
+}
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """Put a tokenizer of VOCAB_SIZE ids into a model folder."""
+    rng = random.Random(0)
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    vocab = {letter: i for i, letter in enumerate(sorted(letters))}
+    common = [letter for letter in vocab if letter.isascii()] + ["\u0120"] * 20  # the space
+    words, merges = list(common), []
+    while len(vocab) < EOS:
+        left, right = rng.choice(words), rng.choice(common)
+        if left + right not in vocab and len(left) < 12:
+            vocab[left + right] = len(vocab)
+            words.append(left + right)
+            merges.append((left, right))
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    return folder
+
+
+def sampling(index: int, num_structured: int, max_tokens: int) -> SamplingParams:
+    """Structured requests are spread over the batch."""
+    is_structured = index * num_structured // NUM_REQUESTS != (index + 1) * num_structured // NUM_REQUESTS
+    constraint = StructuredOutputsParams(json=SCHEMA) if is_structured else None
+    return SamplingParams(
+        temperature=1.0, seed=index, max_tokens=max_tokens, ignore_eos=not is_structured, structured_outputs=constraint
+    )
+
+
+class PretendedDevice:
+    """An Executor whose steps take step_s each, one after the other; plans are built, as the real one does."""
+
+    def __init__(self, config: EngineConfig, step_s: float) -> None:
+        limits = config.scheduler.max_num_seqs, config.scheduler.max_model_len, config.memory.block_size
+        policy = powers_of_two(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+        self._planner = Planner(BatchLimits(*limits, VOCAB_SIZE), policy, seed=0)
+        self._step_s, self._is_free_at = step_s, 0.0
+        self._rng = np.random.default_rng(0)
+        self._num_computed: dict[str, int] = {}
+
+    def initialize(self) -> int:
+        return NUM_REQUESTS * 64
+
+    def execute(self, output: SchedulerOutput) -> "PretendedStep | None":
+        plan = self._planner.build(output)
+        if plan is None:
+            return None
+        self._is_free_at = max(self._is_free_at, time.perf_counter()) + self._step_s
+        needs = dict(zip(plan.request_ids, plan.needs_sample, strict=True))
+        tokens = {i: self._draw(output.grammar_masks.get(i)) for i in output.num_scheduled_tokens if needs[i]}
+        return PretendedStep(self._is_free_at, tokens)
+
+    def _draw(self, mask: np.ndarray | None) -> int:
+        if mask is None:
+            return 1000
+        words = np.flatnonzero(mask)
+        word = int(self._rng.choice(words))
+        bits = [b for b in range(32) if int(mask[word]) >> b & 1]
+        return word * 32 + int(self._rng.choice(bits))
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def shutdown(self) -> None:
+        pass
+
+
+class PretendedStep:
+    """Its tokens are known when the device would have made them."""
+
+    def __init__(self, ready_at: float, tokens: dict[str, int]) -> None:
+        self._ready_at, self._tokens = ready_at, tokens
+
+    def wait(self) -> ModelRunnerOutput:
+        time.sleep(max(self._ready_at - time.perf_counter(), 0))
+        return ModelRunnerOutput(self._tokens)
+
+
+def run_host(folder: Path, num_structured: int, num_tokens: int, step_s: float) -> dict[str, float]:
+    """Milliseconds a step of the unstructured requests, and of the loop's own CPU time."""
+    config = EngineConfig(
+        model=ModelLoadConfig(model=str(folder)),
+        scheduler=SchedulerConfig(max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=16384, max_model_len=1024),
+        memory=MemoryConfig(num_blocks=NUM_REQUESTS * 64),
+    )
+    core = EngineCore(config, PretendedDevice(config, step_s))
+    for index in range(NUM_REQUESTS):
+        params = sampling(index, num_structured, num_tokens)
+        core.add_request(EngineCoreRequest(str(index), [1 + index] * 40, params, eos_token_id=EOS))  # pyright: ignore[reportArgumentType]
+    counts = dict.fromkeys(map(str, range(NUM_REQUESTS)), 0)
+    while min(counts.values()) < 8:  # compiled, and everybody decodes
+        outputs = core.step()
+        for request_id in outputs.request_ids if outputs else ():
+            counts[request_id] += 1
+    wall, cpu, num_steps, num_given = time.perf_counter(), time.thread_time(), 0, 0
+    structured = [str(i) for i in range(NUM_REQUESTS) if sampling(i, num_structured, 1).structured_outputs]
+    while num_steps < num_tokens // 2:
+        outputs = core.step()
+        num_steps += outputs is not None
+        num_given += sum(i in structured for i in outputs.request_ids) if outputs else 0
+    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+    core.shutdown()
+    return {
+        "num_structured": num_structured,
+        "step_ms": wall / num_steps * 1e3,
+        "loop_cpu_ms": cpu / num_steps * 1e3,
+        "structured_tokens_per_step": num_given / num_steps / max(num_structured, 1),
+    }
+
+
+def run_engine(engine: Engine, num_structured: int, num_tokens: int, repeats: int) -> dict[str, float]:
+    """Seconds until all have their tokens, for the fastest of some runs."""
+    prompts = [{"prompt_token_ids": [1 + index] * 100} for index in range(NUM_REQUESTS)]
+    params = [sampling(index, num_structured, num_tokens) for index in range(NUM_REQUESTS)]
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        times.append(time.perf_counter() - start)
+    for output, given in zip(outputs, params, strict=True):
+        completion = output.outputs[0]
+        assert completion.finish_reason == "length", completion  # SCHEMA wants more items than fit
+        if given.structured_outputs is not None:
+            assert completion.text.lstrip()[:1] == "[" and '"name"' in completion.text, completion.text
+    return {"num_structured": num_structured, "s": min(times[1:])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", action="store_true", help="pretend a device")
+    parser.add_argument("--step-ms", type=float, default=6.0, help="what a step of the pretended device takes")
+    parser.add_argument("--num-tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    folder = write_tokenizer(workloads.write_config("qwen3-0.6b"))
+    if args.host:
+        results = [run_host(folder, n, args.num_tokens, args.step_ms / 1e3) for n in NUM_STRUCTURED]
+    else:
+        engine = Engine(str(folder), load_format="dummy", dtype="bfloat16", max_model_len=4096, max_num_seqs=256)
+        results = [run_engine(engine, n, args.num_tokens, args.repeats) for n in NUM_STRUCTURED]
+        metrics = {m.name: m.value for m in engine.get_metrics() if hasattr(m, "value")}
+        assert metrics["jaxvllm:num_late_compiles"] == 0, "something compiled while serving"
+        engine.shutdown()
+    key = "step_ms" if args.host else "s"
+    for row in results:
+        row["slowdown"] = row[key] / results[0][key] - 1
+        print(json.dumps({name: round(value, 4) for name, value in row.items()}))
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""jaxvllm bench throughput and latency over a scripted executor."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from jaxvllm import cli
+from jaxvllm.config import EngineArgs
+from tests.engine.conftest import write_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch):
+    monkeypatch.setattr(EngineArgs, "executor", "tests.engine.fake_executor:slow")
+    monkeypatch.setenv("JAXVLLM_MULTIPROCESS", "0")
+
+
+def bench(folder, command: str, *args: str) -> int:
+    return cli.main(["bench", command, *args, "--model", str(folder), "--device", "cpu"])
+
+
+def test_throughput_is_tokens_over_time(folder, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    sizes = ("--num-prompts", "6", "--input-len", "30", "--output-len", "10")
+    assert bench(folder, "throughput", *sizes, "--output-json", str(path)) == 0
+    out = capsys.readouterr().out
+    requests, total, output = map(float, re.findall(r"([\d.]+) (?:requests|total tokens|output tokens)/s", out))
+    assert "Total num prompt tokens:  180\nTotal num output tokens:  60\n" in out
+    figures = json.loads(path.read_text())
+    assert figures["elapsed_time"] >= 10 * 0.02  # a step takes 20 ms
+    assert requests == pytest.approx(6 / figures["elapsed_time"], abs=0.01)
+    assert total == pytest.approx(240 / figures["elapsed_time"], abs=0.01)
+    assert output == pytest.approx(60 / figures["elapsed_time"], abs=0.01)
+
+
+def test_throughput_of_a_trace_and_of_sonnets(folder, tmp_path, capsys):
+    (tmp_path / "t.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,30,4\n2023-11-16 18:15:47,900,900\n"
+    )
+    assert bench(folder, "throughput", "--trace", str(tmp_path / "t.csv"), "--trace-max-tokens", "1000") == 0
+    out = capsys.readouterr().out
+    assert "1 requests, 1 left out" in out and "Total num output tokens:  4" in out
+    sizes = ("--num-prompts", "2", "--input-len", "300", "--output-len", "3")
+    assert bench(folder, "throughput", "--dataset-name", "sonnet", *sizes) == 0
+    num_prompt = int(re.findall(r"prompt tokens:  (\d+)", capsys.readouterr().out)[0])
+    assert 400 < num_prompt <= 600
+
+
+def test_latency_is_the_time_of_a_batch(folder, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    sizes = ("--batch-size", "3", "--input-len", "20", "--output-len", "5", "--n", "2")
+    iterations = ("--num-iters", "4", "--num-iters-warmup", "1")
+    assert bench(folder, "latency", *sizes, *iterations, "--output-json", str(path)) == 0
+    figures = json.loads(path.read_text())
+    assert len(figures["latencies"]) == 4 and all(0.1 <= latency < 1 for latency in figures["latencies"])
+    assert figures["avg_latency"] == pytest.approx(np.mean(figures["latencies"]))
+    assert figures["percentiles"]["50"] == pytest.approx(np.median(figures["latencies"]))
+    out = capsys.readouterr().out
+    assert f"Avg latency: {figures['avg_latency']} seconds" in out and "99% percentile latency: " in out
+
+
+def test_bad_sizes_are_one_line(folder, capsys):
+    assert bench(folder, "latency", "--batch-size", "0") == 1
+    assert "--batch-size 0 must be at least 1" in capsys.readouterr().err

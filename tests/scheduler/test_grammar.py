@@ -1,0 +1,160 @@
+"""Requests with a grammar wait for it, are left out while a token of theirs is in flight, and hold up nobody."""
+
+import random
+
+import numpy as np
+import pytest
+
+from scheduler.outputs import ModelRunnerOutput, SchedulerOutput
+from scheduler.request import RequestStatus
+from scheduler.scheduler import Scheduler
+from tests.scheduler.requests_for_tests import make_checked, make_request, run
+
+
+class Grammar:
+    """A grammar whose mask is there when the test says so; with `automatic` it always is. Refuses token `refused`."""
+
+    def __init__(self, automatic: bool = False, refused: int = -1) -> None:
+        self._automatic, self._refused = automatic, refused
+        self.mask: np.ndarray | None = np.zeros(1, np.int32) if automatic else None
+        self.error: str | None = None
+        self.accepted: list[int] = []
+        self.is_closed = False
+
+    def accept(self, token_id: int) -> str | None:
+        assert self.mask is not None and not self.is_closed
+        self.accepted.append(token_id)
+        self.mask = np.full(1, len(self.accepted), np.int32) if self._automatic else None
+        return "no such token here" if token_id == self._refused else None
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def make_ready(self) -> None:
+        self.mask = np.zeros(1, np.int32)
+
+
+def add(scheduler: Scheduler, request_id: str, grammar: Grammar | None = None, prompt: int = 5, **params) -> None:
+    scheduler.add_request(make_request(request_id, prompt, grammar=grammar, **params))
+
+
+def give(scheduler: Scheduler, output: SchedulerOutput, token_id: int = 9):
+    return scheduler.update_from_output(output, ModelRunnerOutput(dict.fromkeys(output.num_scheduled_tokens, token_id)))
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_requests_behind_one_that_waits_for_its_grammar_go_on_and_it_comes_first_when_ready(policy):
+    scheduler = make_checked(40, policy=policy, max_num_seqs=2).scheduler
+    grammars = [Grammar(), Grammar()]
+    add(scheduler, "g0", grammars[0])
+    add(scheduler, "g1", grammars[1], arrival=1.0)
+    for index in range(3):
+        add(scheduler, f"r{index}", arrival=2.0 + index, max_tokens=2)
+    output = scheduler.schedule()
+    assert list(output.num_scheduled_tokens) == ["r0", "r1"]
+    assert [r.request_id for r in scheduler.skipped] == ["g0", "g1"]
+    assert scheduler.make_stats().num_waiting_reqs == 3
+    give(scheduler, output)
+    grammars[1].make_ready()
+    give(scheduler, scheduler.schedule())  # the last tokens of r0 and r1
+    output = scheduler.schedule()
+    assert list(output.num_scheduled_tokens) == ["g1", "r2"]
+    assert output.grammar_masks.keys() == {"g1"}
+    assert [r.request_id for r in scheduler.skipped] == ["g0"]
+
+
+def test_a_grammar_that_fails_ends_its_request_with_the_message_and_no_other():
+    scheduler = make_checked(40).scheduler
+    waiting, running = Grammar(), Grammar(automatic=True)
+    add(scheduler, "waiting", waiting)
+    add(scheduler, "running", running)
+    add(scheduler, "other", max_tokens=3)
+    output = scheduler.schedule()
+    assert list(output.num_scheduled_tokens) == ["running", "other"]
+    give(scheduler, output)
+    waiting.error, running.error = "too large", "too slow"
+    ended = give(scheduler, scheduler.schedule()).finished
+    assert {i: (e.finish_reason, e.stop_reason) for i, e in ended.items()} == {
+        "waiting": ("error", "too large"),
+        "running": ("error", "too slow"),
+    }
+    assert waiting.is_closed and running.is_closed and list(scheduler.requests) == ["other"]
+
+
+def test_a_refused_token_ends_the_request_with_an_error():
+    scheduler = make_checked(40).scheduler
+    add(scheduler, "g", Grammar(automatic=True, refused=9), eos=9)
+    ended = give(scheduler, scheduler.schedule(), token_id=9)
+    assert ended.new_token_ids == [9]
+    assert (ended.finished["g"].finish_reason, ended.finished["g"].stop_reason) == ("error", "no such token here")
+
+
+def test_a_request_with_a_token_in_flight_is_left_out_and_the_others_go_on_at_full_depth():
+    scheduler = make_checked(40, async_scheduling=True).scheduler
+    grammar = Grammar(automatic=True)
+    add(scheduler, "g", grammar)
+    add(scheduler, "r")
+    steps, scheduled, masks = [], [], []
+    for _ in range(8):
+        steps.append(scheduler.schedule())
+        scheduled.append(sorted(steps[-1].num_scheduled_tokens))
+        masks += [int(mask[0]) for mask in steps[-1].grammar_masks.values()]
+        if len(steps) == 2:
+            give(scheduler, steps.pop(0))
+    assert scheduled == [["g", "r"], ["r"]] * 4
+    assert masks == [0, 1, 2, 3]  # each knows all tokens before it
+
+
+def test_a_mask_that_is_not_there_in_time_leaves_the_request_out_of_the_step():
+    scheduler = make_checked(40).scheduler
+    grammar = Grammar()
+    grammar.make_ready()
+    add(scheduler, "g", grammar)
+    add(scheduler, "r")
+    give(scheduler, scheduler.schedule())
+    output = scheduler.schedule()
+    assert list(output.num_scheduled_tokens) == ["r"]
+    give(scheduler, output)
+    grammar.make_ready()
+    assert list(scheduler.schedule().num_scheduled_tokens) == ["g", "r"]
+
+
+def test_masks_come_with_steps_that_sample_not_with_chunks_of_the_prompt():
+    scheduler = make_checked(40, max_num_batched_tokens=16).scheduler
+    add(scheduler, "g", Grammar(automatic=True), prompt=40)
+    has_mask = []
+    for _ in range(5):
+        output = scheduler.schedule()
+        has_mask.append(bool(output.grammar_masks))
+        sampled = {"g": 9} if len(has_mask) >= 3 else {}
+        scheduler.update_from_output(output, ModelRunnerOutput(sampled))
+    assert has_mask == [False, False, True, True, True]
+
+
+def test_abort_removes_a_request_that_was_passed_over():
+    scheduler = make_checked(40).scheduler
+    grammar = Grammar()
+    add(scheduler, "g", grammar)
+    scheduler.schedule()
+    scheduler.finish_requests(["g"], RequestStatus.FINISHED_ABORTED)
+    assert grammar.is_closed and not scheduler.skipped and not scheduler.has_unfinished_requests()
+    ended = scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput()).finished
+    assert ended["g"].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_random_mixes_with_preemptions_end_as_without_grammars(async_scheduling, policy):
+    """Every invariant is checked in every step by the harness; grammars change when a token comes, never which."""
+    ends = []
+    for has_grammars in (False, True):
+        checked = make_checked(9, async_scheduling=async_scheduling, policy=policy, max_num_batched_tokens=32)
+        rng = random.Random(8)
+        for index in range(14):
+            grammar = Grammar(automatic=True) if has_grammars and index % 2 else None
+            lengths = rng.randint(1, 60), rng.randint(1, 40)
+            request = make_request(f"r{index}", *lengths, priority=rng.randrange(3), eos=2, grammar=grammar)
+            checked.add(request)
+        ends.append(run(checked))
+        assert checked.scheduler.make_stats().num_preemptions > 0
+    assert ends[0] == ends[1]
