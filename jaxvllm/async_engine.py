@@ -150,12 +150,14 @@ class AsyncEngine:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> ProcessedRequest:
-        """Tokenise and validate a request without queueing it; as LLMEngine.process_request. Long ones in a thread."""
+        """Tokenise and validate a request without queueing it; as LLMEngine.process_request. Work is in a thread."""
         self._check_alive()
         process = partial(
             self._engine.process_request, request_id, prompt, params, arrival_time=arrival_time, priority=priority
         )
-        return await self.run_in_thread(process) if _is_long(prompt) else process()
+        # A grammar is compiled to see whether it can be: seconds with some.
+        is_work = _is_long(prompt) or params.structured_outputs is not None
+        return await self.run_in_thread(process) if is_work else process()
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Text to ids, a long one in a thread; as LLMEngine.tokenize."""

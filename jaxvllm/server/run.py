@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import time
@@ -27,11 +28,13 @@ logger = logging.getLogger(__name__)
 DEATH_NOTICE_S = 5.0  # a server whose core has died answers /health with 503 for so long before it ends
 MAX_RESTARTS, RESTART_WINDOW_S = 3, 600.0
 BACKLOG = 2048
+MAX_OPEN_FILES = 65536
 
 
 def serve(args: argparse.Namespace, engine_args: EngineArgs, config: ServerConfig) -> int:
     """Serve until a signal (exit status 0) or the core's death (1)."""
     logging.getLogger("jaxvllm").setLevel(logging.INFO)
+    _allow_many_files()
     listener = _bind(args)
     try:
         engine = AsyncEngine(engine_args, step_timeout_s=args.step_timeout)
@@ -46,6 +49,14 @@ def serve(args: argparse.Namespace, engine_args: EngineArgs, config: ServerConfi
         if args.uds is not None:
             Path(args.uds).unlink(missing_ok=True)
     return 1 if runner.has_failed else 0
+
+
+def _allow_many_files() -> None:
+    """Every connection is an open file, and the usual limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _bind(args: argparse.Namespace) -> socket.socket:

@@ -8,6 +8,7 @@ from jaxvllm.server.errors import ApiError
 from jaxvllm.server.protocol import GenerationRequest
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
+MAX_CHOICE_TEXTS = 4096  # compiling 100,000 takes half a minute
 MAX_BIAS = 100.0  # as in OpenAI's API, and enough to force or to ban a token
 # Fields that mean the same under the same name.
 _SAME_NAMES = (
@@ -82,6 +83,12 @@ def _token_id(key: str) -> int:
 def _format(request: GenerationRequest) -> dict[str, Any] | None:
     """structured_outputs, with what response_format adds to it."""
     wanted = dict(request.structured_outputs or {})
+    choice = wanted.get("choice")
+    if isinstance(choice, list) and len(choice) > MAX_CHOICE_TEXTS:
+        raise ApiError(
+            f"structured_outputs: choice has {len(choice)} texts; at most {MAX_CHOICE_TEXTS} are allowed.",
+            param="structured_outputs",
+        )
     form = request.response_format
     if form is None or form.type == "text":
         return wanted or None

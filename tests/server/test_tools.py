@@ -92,6 +92,29 @@ def test_a_call_that_is_cut_off_ends_with_length(hermes, ask):
     assert reason == "length" and calls[0][0] == "weather"
 
 
+REQUIRED = '[{"name": "weather", "parameters": {"city": "Oslo [}]"}}, {"name": "clock", "parameters": {}}]'
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+def test_required_calls_are_a_list_that_the_text_is_held_to(hermes, ask):
+    content, calls, reason = ask(hermes, body(REQUIRED, tool_choice="required"))
+    assert (content, reason) == (None, "tool_calls")
+    assert [(name, json.loads(text)) for name, text in calls] == [("weather", {"city": "Oslo [}]"}), ("clock", {})]
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+def test_a_named_function_gets_all_of_the_text_as_arguments(hermes, ask):
+    choice = {"type": "function", "function": {"name": "weather"}}
+    answer = ask(hermes, body('{"city": "Oslo"}', tool_choice=choice))
+    assert answer == (None, [("weather", '{"city": "Oslo"}')], "stop")
+
+
+def test_text_that_breaks_the_demand_cannot_come(hermes):
+    """The parrot ignores what it is allowed to say: the engine notices, and the answer is an error."""
+    for said, choice in (("No.", "required"), ("No.", {"type": "function", "function": {"name": "weather"}})):
+        assert hermes.post("/v1/chat/completions", body(said, tool_choice=choice)).error()["code"] in (400, 500)
+
+
 def test_definitions_and_former_calls_are_rendered(hermes):
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     messages = [{"role": "assistant", "content": "x", "tool_calls": [call]}, {"role": "tool", "content": "rain"}]
