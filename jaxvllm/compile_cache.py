@@ -17,7 +17,20 @@ from scheduler.buckets import BucketKey
 
 logger = logging.getLogger(__name__)
 
-ProgramKey = BucketKey | Literal["admit", "masks"]
+
+@dataclass(frozen=True)
+class SamplingStep:
+    """The program of a bucket with all of sampling, where the bucket's own program has the most likely token only."""
+
+    bucket: BucketKey
+
+    def __str__(self) -> str:
+        return f"{self.bucket} with sampling"
+
+
+ProgramKey = (
+    BucketKey | SamplingStep | Literal["admit", "masks", "admit_lists", "admit_history", "logprobs", "dense_logprobs"]
+)
 
 
 class CompileAfterWarmupError(RuntimeError):

@@ -93,6 +93,9 @@ class EngineConfig:
       attention_backend: None: chosen by the device.
       tensor_parallel_size: devices that one model is spread over.
       bucket_policy: a strategy or a file, see bucket_choice; None: chosen by the device.
+      max_logprobs: the most logprobs a position that a request may ask for; -1: all.
+      logits_processors: custom ones, "module:attribute" each.
+      thinking: the strings that open and close the model's thinking, for thinking_token_budget.
     """
 
     model: ModelLoadConfig = field(default_factory=ModelLoadConfig)
@@ -105,6 +108,9 @@ class EngineConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     executor: str = DEFAULT_EXECUTOR
     seed: int | None = 0
+    max_logprobs: int = 20
+    logits_processors: tuple[str, ...] = ()
+    thinking: tuple[str, str] | None = None
 
     def core_environment(self) -> dict[str, str]:
         """Variables that the core's process needs before JAX starts, where the caller's environment has none.
@@ -180,6 +186,9 @@ class EngineArgs:
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
     chat_template: str | None = None
+    max_logprobs: int = 20
+    logits_processors: list[str] | None = None
+    reasoning_config: dict[str, Any] | None = None
     attention_backend: str | None = None
     tensor_parallel_size: int = 1
     bucket_policy: str | None = None
@@ -237,6 +246,13 @@ class EngineArgs:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1].")
         if self.strict_compile and self.compile_ahead is False:
             raise ValueError("strict_compile=True needs compile_ahead=True: without it every first use compiles.")
+        if self.max_logprobs < -1:
+            raise ValueError(f"max_logprobs={self.max_logprobs} must be at least 0, or -1 for no limit.")
+        if any(not isinstance(spec, str) for spec in self.logits_processors or ()):
+            raise ValueError(
+                f"logits_processors={self.logits_processors!r} must hold strings 'module:attribute', which the core's "
+                "process imports."
+            )
         if self.skip_tokenizer_init and self.chat_template is not None:
             raise ValueError("chat_template needs a tokenizer: set skip_tokenizer_init=False.")
 
@@ -287,6 +303,9 @@ class EngineArgs:
             compile=self._compile_config(device),
             executor=self.executor,
             seed=self.seed,
+            max_logprobs=self.max_logprobs,
+            logits_processors=tuple(self.logits_processors or ()),
+            thinking=_thinking(self.reasoning_config),
         )
 
     def _scheduler_config(self, device: str, max_position_embeddings: int, is_server: bool) -> SchedulerConfig:
@@ -334,6 +353,19 @@ class EngineArgs:
             kv_cache_bytes=CPU_KV_CACHE_BYTES if fixed is None and device == "cpu" else fixed,
             gpu_memory_utilization=self.gpu_memory_utilization,
         )
+
+
+_REASONING_KEYS = ("reasoning_start_str", "reasoning_end_str")
+
+
+def _thinking(reasoning_config: dict[str, Any] | None) -> tuple[str, str] | None:
+    """The strings around the model's thinking."""
+    if not reasoning_config:
+        return None
+    values = [reasoning_config.get(key) for key in _REASONING_KEYS]
+    if set(reasoning_config) != set(_REASONING_KEYS) or not all(isinstance(v, str) and v for v in values):
+        raise ValueError(f"reasoning_config={reasoning_config!r} must hold the strings {_words(_REASONING_KEYS)}.")
+    return (values[0], values[1])  # type: ignore[return-value]  # checked to be strings
 
 
 def _missing_in_environment(wanted: dict[str, str]) -> dict[str, str]:

@@ -114,7 +114,7 @@ def _serve(start: CoreStart, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
 
 
 def _says_something(outputs: EngineCoreOutputs) -> bool:
-    return bool(outputs.request_ids or outputs.finished)
+    return bool(outputs.request_ids or outputs.finished or outputs.prompt_logprobs)
 
 
 def _read_line() -> bytes:

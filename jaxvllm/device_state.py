@@ -1,4 +1,4 @@
-"""What the device remembers between steps, one row a request: block table, last token, sampling record."""
+"""What the device remembers between steps, one row a request: block table, tokens, sampling record, token lists."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,6 +9,10 @@ from jax.sharding import Sharding
 
 from scheduler.batch import BatchLimits
 from scheduler.records import RECORD_WIDTH
+from scheduler.side_buffers import HISTORY_HEADER
+from scheduler.token_lists import list_width
+
+NO_HIDDEN = jax.ShapeDtypeStruct((0, 0), jnp.float32)
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -16,29 +20,45 @@ from scheduler.records import RECORD_WIDTH
 class DeviceState:
     """Persistent rows, donated to every step. Row numbers are those of scheduler.batch.Batch.
 
-    A row is rewritten in full when a request is admitted, so nothing of the request before survives.
+    Block table and record are rewritten in full when a request is admitted. Of token_ids a row reads only positions
+    that its own request has written: sampled tokens, and the tokens that the host sent if the sampler reads history.
+    Of token_lists it reads what its record says is there.
     """
 
     block_tables: jax.Array  # i32[max_num_seqs, max_blocks] unused entries 0, the null block
-    last_tokens: jax.Array  # i32[max_num_seqs] the token sampled last, input of the next decode step
+    token_ids: jax.Array  # i32[max_num_seqs, max_model_len] by position; the last one is the next decode step's input
     records: jax.Array  # i32[max_num_seqs, RECORD_WIDTH] see scheduler.records
     grammar_masks: jax.Array  # i32[max_num_seqs, mask_words] bit b of word w: token 32 * w + b may come next
+    token_lists: jax.Array  # i32[max_num_seqs, list_width] see scheduler.token_lists
+    hidden: jax.Array  # [largest T, D] hidden states of the last mixed step, for the logprobs programs; may be empty
 
     @staticmethod
-    def shapes(limits: BatchLimits, sharding: Sharding | None = None) -> "DeviceState":
+    def shapes(
+        limits: BatchLimits, sharding: Sharding | None = None, hidden: jax.ShapeDtypeStruct = NO_HIDDEN
+    ) -> "DeviceState":
         """The same tree with ShapeDtypeStructs as leaves."""
         rows = limits.max_num_seqs
-        shapes = ((rows, limits.max_blocks), (rows,), (rows, RECORD_WIDTH), (rows, limits.mask_words))
-        return DeviceState(*(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes))  # pyright: ignore[reportArgumentType]
+        shapes = (
+            (rows, limits.max_blocks),
+            (rows, limits.max_model_len),
+            (rows, RECORD_WIDTH),
+            (rows, limits.mask_words),
+            (rows, list_width(limits.num_processor_params)),
+        )
+        leaves = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes]
+        leaves.append(jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=sharding))
+        return DeviceState(*leaves)  # pyright: ignore[reportArgumentType]
 
     @staticmethod
-    def zeros(limits: BatchLimits, sharding: Sharding | None = None) -> "DeviceState":
+    def zeros(
+        limits: BatchLimits, sharding: Sharding | None = None, hidden: jax.ShapeDtypeStruct = NO_HIDDEN
+    ) -> "DeviceState":
         """All rows empty."""
-        shapes = DeviceState.shapes(limits)
+        shapes = DeviceState.shapes(limits, hidden=hidden)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), shapes)
 
     def admit(self, admits: jax.Array) -> "DeviceState":
-        """Rewrite rows in full.
+        """Rewrite rows.
 
         Args:
           admits: i32[A, admit_width] row, record, block table; a row number of max_num_seqs is a pad and dropped.
@@ -47,7 +67,6 @@ class DeviceState:
         return replace(
             self,
             block_tables=self.block_tables.at[rows].set(admits[:, 1 + RECORD_WIDTH :], mode="drop"),
-            last_tokens=self.last_tokens.at[rows].set(0, mode="drop"),
             records=self.records.at[rows].set(admits[:, 1 : 1 + RECORD_WIDTH], mode="drop"),
         )
 
@@ -59,6 +78,26 @@ class DeviceState:
         """
         return replace(self, grammar_masks=self.grammar_masks.at[writes[:, 0]].set(writes[:, 1:], mode="drop"))
 
+    def admit_lists(self, lists: jax.Array) -> "DeviceState":
+        """Rewrite token lists.
+
+        Args:
+          lists: i32[A, 1 + list_width] row, token lists; a row number of max_num_seqs is a pad and dropped.
+        """
+        return replace(self, token_lists=self.token_lists.at[lists[:, 0]].set(lists[:, 1:], mode="drop"))
+
+    def admit_history(self, pieces: jax.Array) -> "DeviceState":
+        """Enter tokens that the host knows.
+
+        Args:
+          pieces: i32[A, HISTORY_HEADER + n] row, first position, number of tokens, tokens.
+        """
+        header = len(HISTORY_HEADER)
+        rows, start, count = (pieces[:, i, None] for i in range(header))
+        offset = jnp.arange(pieces.shape[1] - header)
+        positions = jnp.where(offset < count, start + offset, self.token_ids.shape[1])
+        return replace(self, token_ids=self.token_ids.at[rows, positions].set(pieces[:, header:], mode="drop"))
+
     def append_blocks(self, appends: jax.Array) -> "DeviceState":
         """Enter new blocks into block tables.
 
@@ -68,7 +107,15 @@ class DeviceState:
         tables = self.block_tables.at[appends[:, 0], appends[:, 1]].set(appends[:, 2], mode="drop")
         return replace(self, block_tables=tables)
 
-    def store_tokens(self, rows: jax.Array, token_ids: jax.Array, is_sampled: jax.Array) -> "DeviceState":
+    def store_tokens(
+        self, rows: jax.Array, positions: jax.Array, token_ids: jax.Array, is_sampled: jax.Array
+    ) -> "DeviceState":
         """Remember the tokens of the rows that sampled one; all arguments are [R]."""
-        targets = jnp.where(is_sampled, rows, self.last_tokens.shape[0])
-        return replace(self, last_tokens=self.last_tokens.at[targets].set(token_ids, mode="drop"))
+        targets = jnp.where(is_sampled, rows, self.token_ids.shape[0])
+        return replace(self, token_ids=self.token_ids.at[targets, positions].set(token_ids, mode="drop"))
+
+    def store_hidden(self, hidden: jax.Array) -> "DeviceState":
+        """Keep the hidden states [T, D] of a step, if any are kept."""
+        if not self.hidden.size:
+            return self
+        return replace(self, hidden=self.hidden.at[: hidden.shape[0]].set(hidden))

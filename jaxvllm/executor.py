@@ -25,12 +25,14 @@ from jaxvllm.models.registry import MODELS, get_model_class
 from jaxvllm.parallel import make_mesh
 from jaxvllm.pool_size import PoolSizer, log_pool
 from jaxvllm.program_store import ProgramStore
+from jaxvllm.sampling import load_logits_processors
 from jaxvllm.weights.dummy import dummy_params
 from jaxvllm.weights.load import load_params
 from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketPolicy
 from scheduler.outputs import SchedulerOutput
 from scheduler.plan import Planner
+from scheduler.records import needs_dense_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ class DeviceExecutor:
         free_bytes = free_device_bytes(mesh.devices.flat[0])  # before loading begins
         sizer = PoolSizer(
             config.memory, runner.config.kv_cache, runner.config.limits, model_config, policy, free_bytes,
-            runner.param_bytes(),
+            runner.param_bytes() + runner.state_bytes(),
         )  # fmt: skip
         num_blocks = sizer.guess()
         with Background(lambda: _load(config, source, param_specs(model), mesh)) as weights:
@@ -137,9 +139,16 @@ def _make_runner(
 ) -> ModelRunner:
     """A runner that knows the weights' shapes alone."""
     scheduler, compiling = config.scheduler, config.compile
+    processors = load_logits_processors(config.logits_processors)
     limits = BatchLimits(
-        scheduler.max_num_seqs, scheduler.max_model_len, config.memory.block_size, model_config.vocab_size
+        scheduler.max_num_seqs,
+        scheduler.max_model_len,
+        config.memory.block_size,
+        model_config.vocab_size,
+        tuple((processor.name, processor.num_params) for processor in processors),
     )
+    # The store would not notice another version of a custom processor.
+    has_store = compiling.store_folder is not None and not processors
     return ModelRunner(
         lambda traced: bind(model, traced),
         param_shapes(param_specs(model), mesh, unstack=config.device == "gpu"),
@@ -150,8 +159,12 @@ def _make_runner(
             model_config.num_heads,
             choose_backend(config.attention_backend, mesh.devices.flat[0], model_config, limits),
             mesh,
+            hidden_size=model_config.hidden_size,
+            has_dense_logprobs=needs_dense_logprobs(config.max_logprobs),
+            processors=processors,
+            splits_sampling=config.device == "cpu",
             strict_compile=compiling.strict,
-            store=None if compiling.store_folder is None else ProgramStore(Path(compiling.store_folder)),
+            store=ProgramStore(Path(compiling.store_folder or "")) if has_store else None,
             model=(model_config, compiling.xla_flags),
         ),
     )

@@ -14,27 +14,14 @@ from jaxvllm.core_messages import EngineCoreInfo, EngineCoreRequest
 from jaxvllm.model_info import ModelInfo
 from jaxvllm.output_processor import CallerRequest
 from jaxvllm.outputs import RequestMetrics
+from jaxvllm.sampling_checks import SamplingChecker, SamplingFeatures, check_token_ids
 from jaxvllm.tokenizer import Tokenizer
-from scheduler.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from scheduler.sampling_params import MAX_STOP_TOKEN_IDS, DerivedParams, SamplingParams
 from scheduler.structured_outputs import StructuredOutputsParams
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-# Fields of SamplingParams that the step does not apply yet. A request that sets one is refused by name.
-NOT_APPLIED = (
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logprobs",
-    "prompt_logprobs",
-    "logprob_token_ids",
-    "flat_logprobs",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "extra_args",
-    "thinking_token_budget",
-    "routed_experts_prompt_start",
-)
+# Fields of SamplingParams that are not applied: a request that sets one is refused by name.
+NOT_APPLIED = {"routed_experts_prompt_start": "no mixture-of-experts model is served"}
 _SEED_BITS = 63
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -60,13 +47,22 @@ class InputProcessor:
 
     Args:
       seed: of the seeds drawn for requests that bring none; None: the operating system's entropy.
+      features: what of sampling the engine was started with.
     """
 
-    def __init__(self, model: ModelInfo, tokenizer: Tokenizer | None, info: EngineCoreInfo, seed: int | None) -> None:
+    def __init__(
+        self,
+        model: ModelInfo,
+        tokenizer: Tokenizer | None,
+        info: EngineCoreInfo,
+        seed: int | None,
+        features: SamplingFeatures | None = None,
+    ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._info = info
         self._seeds = random.Random(seed)
+        self._checker = SamplingChecker(model, tokenizer, features or SamplingFeatures())
 
     def process(
         self,
@@ -91,11 +87,12 @@ class InputProcessor:
         arrival_time = time.time() if arrival_time is None else arrival_time
         caller = CallerRequest(request_id, parsed.text, parsed.token_ids, params, RequestMetrics(arrival_time))
         int32_ids = array("i", parsed.token_ids)
+        derived = self._checker.derive(params)
         children = [
             EngineCoreRequest(
                 request_id=self._internal_id(request_id, index, params.n),
                 prompt_token_ids=int32_ids,
-                sampling_params=self._complete(params, index, len(parsed.token_ids)),
+                sampling_params=self._complete(params, index, len(parsed.token_ids), derived),
                 eos_token_id=self._model.eos_token_id,
                 arrival_time=arrival_time,
                 priority=priority,
@@ -167,21 +164,16 @@ class InputProcessor:
             )
 
     def _check_ids(self, ids: list[int], name: str) -> None:
-        if ids and (min(ids) < 0 or max(ids) >= self._model.vocab_size):
-            index, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < self._model.vocab_size)
-            raise ValueError(
-                f"{name}[{index}]={bad} is outside the vocabulary: ids must be in [0, {self._model.vocab_size - 1}]."
-            )
+        check_token_ids(ids, name, self._model.vocab_size)
 
     def _check_params(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         changed = params.changed_fields()
-        for name in NOT_APPLIED:
+        for name, reason in NOT_APPLIED.items():
             if name in changed:
                 raise NotImplementedError(
-                    f"sampling parameter {name}={changed[name]!r} is not supported yet: leave it out. (Without "
-                    "sampling_params the model's generation_config.json sets it: pass generation_config='vllm'.)"
+                    f"sampling parameter {name}={changed[name]!r} is not supported ({reason}): leave it out."
                 )
-        self._check_ids(params.stop_token_ids or [], "stop_token_ids")
+        self._checker.check(params)
         if params.stop and self._tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer: use stop_token_ids instead.")
         if params.structured_outputs is not None:
@@ -202,7 +194,9 @@ class InputProcessor:
 
         check(params, special_texts(self._tokenizer.backend))
 
-    def _complete(self, params: SamplingParams, index: int, num_prompt_tokens: int) -> SamplingParams:
+    def _complete(
+        self, params: SamplingParams, index: int, num_prompt_tokens: int, derived: DerivedParams | None
+    ) -> SamplingParams:
         """The parameters of one completion, with nothing left open."""
         stop_ids = dict.fromkeys(params.stop_token_ids or [])
         if not params.ignore_eos:
@@ -220,6 +214,11 @@ class InputProcessor:
         if params.top_k >= self._model.vocab_size:
             complete.top_k = 0  # off: it would choose among all, and need not fit the plan's int32
         complete.n, complete.seed, complete.max_tokens, complete.stop_token_ids = 1, seed, max_tokens, list(stop_ids)
+        if complete.logprobs is not None:
+            complete.logprobs = min(complete.logprobs, self._model.vocab_size)
+        if complete.prompt_logprobs is not None:  # once a request: the first completion brings them
+            complete.prompt_logprobs = min(complete.prompt_logprobs, self._model.vocab_size) if index == 0 else None
+        complete.derived = derived
         return complete
 
     def _internal_id(self, request_id: str, index: int, n: int) -> str:

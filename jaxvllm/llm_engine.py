@@ -15,6 +15,7 @@ from jaxvllm.model_source import ModelSource, load_tokenizer, read_json, resolve
 from jaxvllm.models.registry import MODELS
 from jaxvllm.output_processor import OutputProcessor
 from jaxvllm.outputs import RequestOutput
+from jaxvllm.sampling_checks import SamplingFeatures
 from jaxvllm.stats_log import StatsLog
 from jaxvllm.tokenizer import Tokenizer
 from scheduler.outputs import EngineCoreOutputs
@@ -39,7 +40,8 @@ class LLMEngine:
         self._client = client
         self._core_info = client.wait_until_ready()
         self._stats = FrontEndStats.of_engine(config, self._core_info)
-        self._input_processor = InputProcessor(model, tokenizer, self._core_info, config.seed)
+        features = SamplingFeatures.of_config(config)
+        self._input_processor = InputProcessor(model, tokenizer, self._core_info, config.seed, features)
         self._output_processor = OutputProcessor(tokenizer.backend if tokenizer else None, self._stats)
         self._stats_log = StatsLog(self._stats) if log_stats else None
 

@@ -13,21 +13,37 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxvllm.compile_cache import CompileCache, ProgramKey, StoredPrograms, compiler_options
+from jaxvllm.compile_cache import CompileCache, ProgramKey, SamplingStep, StoredPrograms, compiler_options
 from jaxvllm.device_state import DeviceState
 from jaxvllm.kv_cache import KVCacheSpec
 from jaxvllm.parallel import kv_cache_sharding, make_mesh, replicated
 from jaxvllm.program_store import ProgramStore, describe_devices, fingerprint
-from jaxvllm.step import Model, Params, admit_step, make_step, write_masks_step
+from jaxvllm.sampling import LogitsProcessor
+from jaxvllm.step import (
+    Model,
+    Params,
+    admit_history_step,
+    admit_lists_step,
+    admit_step,
+    make_logprobs,
+    make_step,
+    write_masks_step,
+)
+from jaxvllm.step_handle import StepHandle
 from pallas_kernels import Backend
 from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketKey, BucketPolicy
-from scheduler.outputs import ModelRunnerOutput
+from scheduler.logprob_plan import POSITION_FIELDS, LogprobPlan
 from scheduler.plan import ADMITS_PER_STEP, MASKS_PER_WRITE, PlanLayout, StepPlan, admit_width
+from scheduler.side_buffers import HISTORY_HEADER, HISTORY_PIECE, HISTORY_PIECES_PER_CALL, LISTS_PER_CALL
+from scheduler.token_lists import list_width
 
 logger = logging.getLogger(__name__)
 
 MAX_COMPILE_THREADS = 16
+# Positions whose logits one call of a logprobs program computes; dense: and sends to the host.
+LOGPROB_POSITIONS = 128
+DENSE_POSITIONS = 16
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,11 @@ class RunnerConfig:
       num_heads: query heads of the model; the attention kernels' work is cut by them.
       backend: of the attention ops.
       mesh: the devices; None for the first one alone.
+      hidden_size: of the hidden states kept for prompt logprobs; 0: none are kept, and none can be asked for.
+      has_dense_logprobs: whether a request may ask for more than MAX_STEP_LOGPROBS logprobs a position.
+      processors: custom logits processors, those of `limits`.
+      splits_sampling: compile a bucket twice, with and without sampling, when each is needed first: for a CPU, where
+        nothing is compiled ahead. Otherwise a bucket's one program does both.
       strict_compile: a compile while serving is an error.
       num_compile_threads: used by warm_up, at most one a CPU.
       store: keeps programs from one start to the next; None keeps none.
@@ -53,32 +74,14 @@ class RunnerConfig:
     num_heads: int
     backend: Backend = "reference"
     mesh: Mesh | None = None
+    hidden_size: int = 0
+    has_dense_logprobs: bool = False
+    processors: tuple[LogitsProcessor, ...] = ()
+    splits_sampling: bool = True
     strict_compile: bool = False
     num_compile_threads: int = MAX_COMPILE_THREADS
     store: ProgramStore | None = None
     model: Any = None
-
-
-class StepHandle:
-    """A step in flight. Its ids are a buffer of their own, so later steps may run before anybody waits."""
-
-    def __init__(self, token_ids: jax.Array, plan: StepPlan) -> None:
-        self._token_ids = token_ids
-        self._request_ids = plan.request_ids
-        self._needs_sample = plan.needs_sample
-        token_ids.copy_to_host_async()
-
-    def wait(self) -> ModelRunnerOutput:
-        """Block until the step is done and give the token of each request that sampled one.
-
-        Raises:
-          jax.errors.JaxRuntimeError: the step failed on the device; the runner's buffers are lost.
-        """
-        token_ids = np.asarray(self._token_ids)[: len(self._request_ids)].tolist()
-        if self._needs_sample.all():
-            return ModelRunnerOutput(dict(zip(self._request_ids, token_ids, strict=True)))
-        rows = np.flatnonzero(self._needs_sample).tolist()
-        return ModelRunnerOutput({self._request_ids[row]: token_ids[row] for row in rows})
 
 
 class ModelRunner:
@@ -109,6 +112,8 @@ class ModelRunner:
         self.device_state: DeviceState | None = None
         mesh = config.mesh or make_mesh(jax.devices())
         self._replicated = replicated(mesh)
+        num_hidden = max(key.T for key in config.policy.keys()) if config.hidden_size else 0  # noqa: SIM118
+        self._hidden = jax.ShapeDtypeStruct((num_hidden, config.hidden_size), config.kv_cache.dtype)
         self._pool_sharding = kv_cache_sharding(mesh, config.kv_cache.num_kv_heads)
         self._compiler_options = compiler_options(mesh.devices.flat[0].platform)
         self._devices = list(mesh.devices.flat)
@@ -130,19 +135,32 @@ class ModelRunner:
             self.programs.forget()
         self._num_blocks = num_blocks
 
+    def state_bytes(self) -> int:
+        """Device bytes of the persistent rows and hidden states."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._state_shapes()))
+
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool and empty rows."""
         self.set_num_blocks(num_blocks)
         self.kv_cache = self.config.kv_cache.allocate(num_blocks, self._pool_sharding)
-        self.device_state = DeviceState.zeros(self.config.limits, self._replicated)
+        self.device_state = DeviceState.zeros(self.config.limits, self._replicated, self._hidden)
 
     def program_keys(self) -> list[ProgramKey]:
         """All programs that serving can need, in the fixed order of lowering."""
-        keys: list[ProgramKey] = list(self.config.policy.keys())
+        buckets = self.config.policy.keys()
+        keys: list[ProgramKey] = list(buckets)
+        if self.config.splits_sampling:
+            keys += [SamplingStep(bucket) for bucket in buckets]
         if self.config.limits.max_num_seqs > ADMITS_PER_STEP:
             keys.append("admit")
         if self.config.limits.vocab_size:
             keys.append("masks")
+        keys.append("admit_lists")
+        keys.append("admit_history")
+        if self.config.hidden_size:
+            keys.append("logprobs")
+            if self.config.has_dense_logprobs:
+                keys.append("dense_logprobs")
         return keys
 
     def warm_up(self) -> Iterator[ProgramKey]:
@@ -153,15 +171,34 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepHandle:
         """Dispatch a step and return at once; plans must come in the order in which they were built."""
         assert self.device_state is not None, "initialize_kv_cache comes first"
-        for admits in plan.overflow:
-            self.device_state = self.programs.get("admit")(self.device_state, admits)
-        for writes in plan.mask_writes:
-            self.device_state = self.programs.get("masks")(self.device_state, writes)
-        program = self.programs.get(plan.key)
-        token_ids, self.kv_cache, self.device_state = program(
-            self._params, self.kv_cache, self.device_state, plan.buffer
+        changes: dict[ProgramKey, list[np.ndarray]] = {
+            "admit": plan.overflow,
+            "masks": plan.mask_writes,
+            "admit_lists": plan.token_lists,
+            "admit_history": plan.history,
+        }
+        for key, buffers in changes.items():
+            for buffer in buffers:
+                self.device_state = self.programs.get(key)(self.device_state, buffer)
+        is_split = self.config.splits_sampling and not plan.is_plain
+        program = self.programs.get(SamplingStep(plan.key) if is_split else plan.key)
+        output, self.kv_cache, self.device_state = program(self._params, self.kv_cache, self.device_state, plan.buffer)
+        return StepHandle(output, plan, *self._compute_logprobs(plan.logprobs))
+
+    def _compute_logprobs(self, plan: LogprobPlan | None) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Dispatch the logprobs programs for the step just dispatched, before the next one takes its hidden states."""
+        if plan is None or not plan.ranges:
+            return [], []
+        assert self.config.hidden_size, "hidden states are kept"
+        return (
+            self._call_logprobs("logprobs", plan.chunks(LOGPROB_POSITIONS, is_dense=False)),
+            self._call_logprobs("dense_logprobs", plan.chunks(DENSE_POSITIONS, is_dense=True)),
         )
-        return StepHandle(token_ids, plan)
+
+    def _call_logprobs(self, key: ProgramKey, chunks: Iterator[np.ndarray]) -> list[jax.Array]:
+        assert self.device_state is not None
+        hidden = self.device_state.hidden
+        return [self.programs.get(key)(self._params, hidden, positions) for positions in chunks]
 
     def _fingerprint(self, key: ProgramKey) -> str:
         return fingerprint(self._fixed_parts | {"key": key, "num_blocks": self._num_blocks})
@@ -169,41 +206,54 @@ class ModelRunner:
     @cached_property
     def _fixed_parts(self) -> dict[str, str]:
         """What all programs of this runner depend on, besides code and libraries."""
-        names = ("limits", "kv_cache", "num_heads", "backend", "model")
+        names = ("limits", "kv_cache", "num_heads", "backend", "hidden_size", "splits_sampling", "model")
         parts = {name: getattr(self.config, name) for name in names} | describe_devices(self._devices)
-        parts |= {"params": self._param_shapes, "options": self._compiler_options}
+        parts |= {"params": self._param_shapes, "options": self._compiler_options, "hidden": self._hidden}
         return {name: repr(part) for name, part in parts.items()}
 
     def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
+        if isinstance(key, BucketKey):
+            return self._lower_step(key, key, is_plain=self.config.splits_sampling)
+        if isinstance(key, SamplingStep):
+            return self._lower_step(key, key.bucket, is_plain=False)
+        if key in ("logprobs", "dense_logprobs"):
+            return self._lower_logprobs(is_dense=key == "dense_logprobs")
         limits = self.config.limits
-        if key == "admit":
-            return self._lower_change(admit_step, ADMITS_PER_STEP, admit_width(limits))
-        if key == "masks":
-            return self._lower_change(write_masks_step, MASKS_PER_WRITE, 1 + limits.mask_words)
-        return self._lower_step(key)
-
-    def _lower_change(
-        self, change: Callable[[DeviceState, jax.Array], DeviceState], num_rows: int, width: int
-    ) -> jax.stages.Lowered:
-        """A program that changes device rows before a step."""
+        change, *shape = {
+            "admit": (admit_step, ADMITS_PER_STEP, admit_width(limits)),
+            "masks": (write_masks_step, MASKS_PER_WRITE, 1 + limits.mask_words),
+            "admit_lists": (admit_lists_step, LISTS_PER_CALL, 1 + list_width(limits.num_processor_params)),
+            "admit_history": (admit_history_step, HISTORY_PIECES_PER_CALL, len(HISTORY_HEADER) + HISTORY_PIECE),
+        }[key]
+        # A program that changes device rows before a step.
         jitted = jax.jit(change, donate_argnums=0, out_shardings=self._replicated)
-        return jitted.lower(DeviceState.shapes(self.config.limits, self._replicated), self._host_array(num_rows, width))
+        return jitted.lower(self._state_shapes(), self._host_array(*shape))
 
-    def _lower_step(self, key: BucketKey) -> jax.stages.Lowered:
+    def _lower_logprobs(self, is_dense: bool) -> jax.stages.Lowered:
+        hidden = jax.ShapeDtypeStruct(self._hidden.shape, self._hidden.dtype, sharding=self._replicated)
+        num_positions = DENSE_POSITIONS if is_dense else LOGPROB_POSITIONS
+        jitted = jax.jit(make_logprobs(self._bind, is_dense), out_shardings=self._replicated)
+        return jitted.lower(self._param_shapes, hidden, self._host_array(num_positions, len(POSITION_FIELDS)))
+
+    def _state_shapes(self) -> DeviceState:
+        return DeviceState.shapes(self.config.limits, self._replicated, self._hidden)
+
+    def _lower_step(self, key: ProgramKey, bucket: BucketKey, *, is_plain: bool) -> jax.stages.Lowered:
         config = self.config
-        layout = PlanLayout.make(key, config.limits)
+        layout = PlanLayout.make(bucket, config.limits)
         pool, pool_sharding = config.kv_cache, self._pool_sharding
         kv_cache = jax.ShapeDtypeStruct(pool.shape(self._num_blocks), pool.dtype, sharding=pool_sharding)
-        device_state = DeviceState.shapes(config.limits, self._replicated)
-        step = make_step(self._bind, key, layout, config.backend, config.num_heads)
+        step = make_step(
+            self._bind, bucket, layout, config.backend, config.num_heads, config.processors, is_plain=is_plain
+        )
         # The name in profiles and dumps. JAX's persistent cache knows less than our own of what makes a program another
         # one; by the name, the two agree.
-        step.__name__ = f"step_{key.kind}_T{key.T}_R{key.R}"
+        step.__name__ = f"step_{bucket.kind}_T{bucket.T}_R{bucket.R}"
         if config.store is not None:
             step.__name__ += f"_{self._fingerprint(key)[:8]}"
         out_shardings = (self._replicated, pool_sharding, self._replicated)
         jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
-        return jitted.lower(self._param_shapes, kv_cache, device_state, self._host_array(layout.size))
+        return jitted.lower(self._param_shapes, kv_cache, self._state_shapes(), self._host_array(layout.size))
 
     def _host_array(self, *shape: int) -> jax.ShapeDtypeStruct:
         """An int32 array that comes from the host with every step."""

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from jaxvllm.core_messages import EngineCoreRequest
 from jaxvllm.detokenizer import Detokenizer, NoDetokenizer, make_detokenizer
+from jaxvllm.logprobs import LogprobCollector, PromptLogprobCollector, PromptLogprobs, TokenTexts
 from jaxvllm.metrics import FrontEndStats, RequestTimes
 from jaxvllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutputs
 from scheduler.outputs import EngineCoreOutputs, FinishedRequest
@@ -24,6 +25,7 @@ class CallerRequest:
       internal_ids: of the completions that still run.
       final_outputs: of completions that ended, kept until all have (RequestOutputKind.FINAL_ONLY).
       max_num_generated: tokens of the longest completion that has ended.
+      prompt_logprobs: None if they were not asked for; the first completion brings them.
     """
 
     request_id: str
@@ -35,6 +37,16 @@ class CallerRequest:
     final_outputs: list[CompletionOutput] = field(default_factory=list)
     max_num_generated: int = 0
     num_cached_tokens: int | None = None
+    prompt_logprobs: PromptLogprobCollector | None = None
+
+    def next_prompt_logprobs(self) -> PromptLogprobs | None:
+        """What the next output shows of them: all once they are complete, but only once as DELTA."""
+        collector = self.prompt_logprobs
+        if collector is None or (collector.is_sent and self.params.output_kind is RequestOutputKind.DELTA):
+            return None
+        found = collector.result()
+        collector.is_sent = found is not None
+        return found
 
 
 @dataclass(slots=True)
@@ -45,6 +57,7 @@ class CompletionState:
       is_silent: neither text nor caller waits for a single token: they are only collected.
       max_tokens: of this completion; set by the input processor where the caller did not.
       last_token_ts: time.monotonic() of the core when it had the newest token; 0.0 before the first.
+      logprobs: None if they were not asked for.
     """
 
     request: CallerRequest
@@ -57,6 +70,7 @@ class CompletionState:
     token_ids: list[int] = field(default_factory=list)
     num_sent_tokens: int = 0
     num_counted_tokens: int = 0
+    logprobs: LogprobCollector | None = None
 
 
 class OutputProcessor:
@@ -64,6 +78,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None, stats: FrontEndStats) -> None:
         self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer) if tokenizer is not None else None
         self._stats = stats
         self._completions: dict[str, CompletionState] = {}  # by internal id
         self._requests: dict[str, CallerRequest] = {}  # by the caller's id
@@ -83,12 +98,19 @@ class OutputProcessor:
     def add_request(self, request: CallerRequest, children: list[EngineCoreRequest]) -> None:
         """Follow a request; children are its completions, in index order."""
         self._requests[request.request_id] = request
+        params = request.params
+        texts = self._texts if params.detokenize else None
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = PromptLogprobCollector(request.prompt_token_ids, texts, params.flat_logprobs)
         for index, child in enumerate(children):
             detokenizer = make_detokenizer(self._tokenizer, request.prompt_token_ids, child.sampling_params)
             is_final_only = request.params.output_kind is RequestOutputKind.FINAL_ONLY
             is_silent = is_final_only and isinstance(detokenizer, NoDetokenizer)
             max_tokens = child.sampling_params.max_tokens or 0
-            self._completions[child.request_id] = CompletionState(request, index, detokenizer, is_silent, max_tokens)
+            state = CompletionState(request, index, detokenizer, is_silent, max_tokens)
+            if params.num_sample_logprobs is not None:
+                state.logprobs = LogprobCollector(texts, params.flat_logprobs)
+            self._completions[child.request_id] = state
             request.internal_ids.add(child.request_id)
 
     def internal_ids(self, request_ids: Iterable[str]) -> list[str]:
@@ -113,10 +135,16 @@ class OutputProcessor:
         result = StepOutputs()
         last_times: dict[float, int] = {}  # few: most tokens of a step follow those of the step before
         num_prompt_tokens = self._note_times(outputs, now)
+        for internal_id, part in outputs.prompt_logprobs.items():
+            state = self._completions.get(internal_id)
+            if state is not None and state.request.prompt_logprobs is not None:
+                state.request.prompt_logprobs.add(part)
         for internal_id, token_id in zip(outputs.request_ids, outputs.new_token_ids, strict=True):
             state = self._completions.get(internal_id)
             if state is None:
                 continue  # ended by a stop string, or dropped, while the step ran
+            if state.logprobs is not None:
+                state.logprobs.add(outputs.logprobs[internal_id], state.token_ids)
             state.token_ids.append(token_id)
             last_times[state.last_token_ts] = last_times.get(state.last_token_ts, 0) + 1
             state.last_token_ts = timestamp
@@ -211,6 +239,7 @@ class OutputProcessor:
                 prompt_token_ids=request.prompt_token_ids,
                 outputs=outputs,
                 finished=not request.internal_ids,
+                prompt_logprobs=request.next_prompt_logprobs(),
                 metrics=request.metrics,
                 num_cached_tokens=request.num_cached_tokens,
             )
@@ -220,15 +249,18 @@ class OutputProcessor:
 def _completion(state: CompletionState, finished: FinishedRequest | None, kind: RequestOutputKind) -> CompletionOutput:
     is_delta = kind is RequestOutputKind.DELTA
     text = state.detokenizer.next_text(finished is not None, is_delta)
+    first = state.num_sent_tokens if is_delta else 0
+    is_whole = finished is not None and not is_delta
+    token_ids = state.token_ids if is_whole else state.token_ids[first:]
+    logprobs = state.logprobs and (state.logprobs.positions if is_whole else state.logprobs.positions[first:])
     if is_delta:
-        token_ids = state.token_ids[state.num_sent_tokens :]
         state.num_sent_tokens = len(state.token_ids)
-    else:
-        token_ids = state.token_ids if finished is not None else state.token_ids.copy()
     return CompletionOutput(
         index=state.index,
         text=text,
         token_ids=token_ids,
+        cumulative_logprob=state.logprobs and state.logprobs.cumulative_logprob,
+        logprobs=logprobs,
         finish_reason=finished.finish_reason if finished is not None else None,
         stop_reason=finished.stop_reason if finished is not None else None,
     )

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from jaxvllm.logprobs import PromptLogprobs, SampleLogprobs
+
 
 @dataclass(slots=True)
 class CompletionOutput:
@@ -11,7 +13,8 @@ class CompletionOutput:
       index: which of the request's n completions.
       text: the text; only the new piece for RequestOutputKind.DELTA. Empty without a detokenizer.
       token_ids: the ids that `text` was made from, a final stop token included even where its text is left out.
-      cumulative_logprob, logprobs: None until log-probabilities are asked for.
+      cumulative_logprob: sum of the logprobs of all tokens so far; None without SamplingParams.logprobs.
+      logprobs: one dict a token of `token_ids`, token id -> Logprob (or FlatLogprobs); None likewise.
       finish_reason: stop, length, abort, error or repetition; None while running.
       stop_reason: the stop string, or the id of the stop token; None for EOS. For finish_reason "error": the message.
     """
@@ -20,7 +23,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list | None = None
+    logprobs: SampleLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -58,7 +61,8 @@ class RequestOutput:
     Attributes:
       request_id: as the caller gave it.
       prompt: the prompt's text; None when ids were given.
-      prompt_logprobs: None until log-probabilities are asked for.
+      prompt_logprobs: None for the first prompt token, a dict for each other one (or FlatLogprobs); None without
+        SamplingParams.prompt_logprobs and until the prompt has been computed. RequestOutputKind.DELTA gives it once.
       finished: all completions of the request have ended.
       num_cached_tokens: prompt tokens found in the prefix cache; None before the first token.
     """
@@ -68,7 +72,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
 

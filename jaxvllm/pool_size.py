@@ -24,7 +24,7 @@ class PoolSizer:
 
     Attributes:
       free_bytes: of the device, before the weights are there; None: the device does not say.
-      param_bytes: of the weights on one device.
+      param_bytes: of the weights, and of whatever else stays on a device beside the pool.
       policy: its buckets are the programs.
     """
 

@@ -1,6 +1,8 @@
 """The one program of a step: unpack, update the rows, forward, logits of R rows, sample, remember the tokens."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -9,9 +11,10 @@ import jax.numpy as jnp
 from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.device_state import DeviceState
 from jaxvllm.layers.parameter import Weight
-from jaxvllm.sampling import SamplingRows, sample
+from jaxvllm.sampling import LogitsProcessor, SamplingRows, position_logprobs, sample, sample_plainly
 from pallas_kernels import Backend
 from scheduler.buckets import BucketKey
+from scheduler.logprob_plan import POSITION_FIELDS
 from scheduler.plan import HEADER, PlanLayout
 
 Params = Mapping[str, Weight]
@@ -31,11 +34,27 @@ class Model(Protocol):
         ...
 
 
-StepFunction = Callable[[Params, jax.Array, DeviceState, jax.Array], tuple[jax.Array, jax.Array, DeviceState]]
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step gives: fresh arrays, never donated, so the host can read them while later steps run."""
+
+    token_ids: jax.Array  # i32[R]
+    logprobs: jax.Array  # i32[R, sampling.LOGPROBS_WIDTH]; zeros unless a row asks for logprobs
+
+
+StepFunction = Callable[[Params, jax.Array, DeviceState, jax.Array], tuple[StepOutput, jax.Array, DeviceState]]
 
 
 def make_step(
-    bind: Callable[[Params], Model], key: BucketKey, layout: PlanLayout, backend: Backend, num_heads: int
+    bind: Callable[[Params], Model],
+    key: BucketKey,
+    layout: PlanLayout,
+    backend: Backend,
+    num_heads: int,
+    processors: tuple[LogitsProcessor, ...] = (),
+    *,
+    is_plain: bool = False,
 ) -> StepFunction:
     """The step function of a bucket, ready to be jitted with kv_cache and device_state donated.
 
@@ -45,28 +64,29 @@ def make_step(
       layout: of its buffer.
       backend: of the attention ops.
       num_heads: query heads of the model.
+      processors: custom logits processors, in the order of their bits.
+      is_plain: every row takes the most likely token, whatever its request says, and nobody wants logprobs.
 
     Returns:
-      step(params, kv_cache, device_state, buffer) -> (sampled_token_ids i32[R], kv_cache, device_state). The ids are a
-      fresh output, never donated, so the host can read them while later steps run.
+      step(params, kv_cache, device_state, buffer) -> (StepOutput, kv_cache, device_state).
     """
 
     def step(
         params: Params, kv_cache: jax.Array, device_state: DeviceState, buffer: jax.Array
-    ) -> tuple[jax.Array, jax.Array, DeviceState]:
+    ) -> tuple[StepOutput, jax.Array, DeviceState]:
         plan = layout.unpack(buffer)
         if "admits" in plan:
             device_state = device_state.admit(plan["admits"])
         device_state = device_state.append_blocks(plan["block_appends"])
         model = bind(params)
-        logits, kv_cache = compute_step_logits(model, plan, device_state, kv_cache, key, backend, num_heads)
-        needs_sample = plan["needs_sample"] == 1
-        records = _rows_of(device_state.records, plan["rows"])
-        rows = SamplingRows.from_records(
-            records, plan["seq_lens"], needs_sample, plan["rows"], device_state.grammar_masks
-        )
-        token_ids = sample(logits, rows)
-        return token_ids, kv_cache, device_state.store_tokens(plan["rows"], token_ids, needs_sample)
+        hidden, kv_cache = _forward(model, plan, device_state, kv_cache, key, backend, num_heads)
+        if key.kind == "mixed":
+            device_state = device_state.store_hidden(hidden)
+        logits = model.compute_logits(hidden[plan["logits_indices"]])
+        rows = SamplingRows.of_step(device_state, plan)
+        token_ids, logprobs = sample_plainly(logits) if is_plain else sample(logits, rows, processors)
+        device_state = device_state.store_tokens(plan["rows"], plan["seq_lens"], token_ids, rows.needs_sample)
+        return StepOutput(token_ids, logprobs), kv_cache, device_state
 
     return step
 
@@ -87,11 +107,24 @@ def compute_step_logits(
 
     Returns: f32[R, V] logits of each row's last token, and the cache.
     """
+    hidden, kv_cache = _forward(model, plan, device_state, kv_cache, key, backend, num_heads)
+    return model.compute_logits(hidden[plan["logits_indices"]]), kv_cache
+
+
+def _forward(
+    model: Model,
+    plan: dict[str, jax.Array],
+    device_state: DeviceState,
+    kv_cache: jax.Array,
+    key: BucketKey,
+    backend: Backend,
+    num_heads: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Hidden states [T, D] and the cache."""
     num_kv_heads, block_size = kv_cache.shape[3:5]
     metadata = _attention_metadata(plan, device_state, key, backend)
     metadata = metadata.with_work(num_heads, num_kv_heads, block_size)
-    hidden, kv_cache = model(_input_ids(plan, device_state, key), plan["positions"], kv_cache, metadata)
-    return model.compute_logits(hidden[plan["logits_indices"]]), kv_cache
+    return model(_input_ids(plan, device_state, key), plan["positions"], kv_cache, metadata)
 
 
 def admit_step(device_state: DeviceState, admits: jax.Array) -> DeviceState:
@@ -104,6 +137,33 @@ def write_masks_step(device_state: DeviceState, writes: jax.Array) -> DeviceStat
     return device_state.write_masks(writes)
 
 
+def admit_lists_step(device_state: DeviceState, lists: jax.Array) -> DeviceState:
+    """Token lists of admitted requests; device_state is to be donated."""
+    return device_state.admit_lists(lists)
+
+
+def admit_history_step(device_state: DeviceState, pieces: jax.Array) -> DeviceState:
+    """Tokens that the sampler reads of admitted requests; device_state is to be donated."""
+    return device_state.admit_history(pieces)
+
+
+def make_logprobs(bind: Callable[[Params], Model], is_dense: bool) -> Callable[..., jax.Array]:
+    """The program for logprobs at positions of the last mixed step.
+
+    Returns:
+      logprobs(params, hidden [T, D], positions i32[C, 3]) -> i32[C, LOGPROBS_WIDTH], or f32[C, V] if is_dense.
+    """
+
+    def logprobs(params: Params, hidden: jax.Array, positions: jax.Array) -> jax.Array:
+        index, target, num_logprobs = (positions[:, i] for i in range(len(POSITION_FIELDS)))
+        logits = bind(params).compute_logits(hidden[index])
+        if is_dense:
+            return jax.nn.log_softmax(logits, axis=-1)
+        return position_logprobs(logits, target, num_logprobs)
+
+    return logprobs
+
+
 def _rows_of(array: jax.Array, rows: jax.Array) -> jax.Array:
     """The step's rows of a persistent array; pads (row number past the end) read zeros."""
     return array.at[rows].get(mode="fill", fill_value=0)
@@ -111,7 +171,8 @@ def _rows_of(array: jax.Array, rows: jax.Array) -> jax.Array:
 
 def _input_ids(plan: dict[str, Any], device_state: DeviceState, key: BucketKey) -> jax.Array:
     """The token ids, with those that exist on the device only (-1, decode rows) filled in; i32[T]."""
-    last_tokens = _rows_of(device_state.last_tokens, plan["rows"])
+    last_positions = jnp.maximum(plan["seq_lens"] - 1, 0)
+    last_tokens = device_state.token_ids.at[plan["rows"], last_positions].get(mode="fill", fill_value=0)
     # Token t of a decode row is row t, and R <= T.
     last_tokens = jnp.pad(last_tokens, (0, key.T - key.R))
     return jnp.where(plan["input_ids"] < 0, last_tokens, plan["input_ids"])

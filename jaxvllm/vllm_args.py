@@ -133,15 +133,12 @@ _COMPILATION = {
     "additional_config": None,
 }
 _SAMPLING_AND_TEXT = {
-    "max_logprobs": 20,
     "logprobs_mode": "raw_logprobs",
-    "logits_processors": None,
     "logits_processor_pattern": None,
     "structured_outputs_config": None,
     "guided_decoding_backend": None,
     "reasoning_parser": "",
     "reasoning_parser_plugin": None,
-    "reasoning_config": None,
     "tokens_only": False,
 }
 _MULTIMODAL = {

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scheduler.outputs import NewRequestData, SchedulerOutput
-from scheduler.records import make_record
+from scheduler.records import make_record, needs_dense_logprobs, num_step_logprobs
 from scheduler.sampling_params import SamplingParams
+from scheduler.token_lists import first_history_token, make_token_lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,14 @@ class BatchLimits:
 
     Attributes:
       vocab_size: of the model's logits; 0 where nothing is kept for each token of the vocabulary.
+      processors: (name, number of parameters) of each custom logits processor, in the order of their bits.
     """
 
     max_num_seqs: int
     max_model_len: int
     block_size: int
     vocab_size: int = 0
+    processors: tuple[tuple[str, int], ...] = ()
 
     @property
     def mask_words(self) -> int:
@@ -35,6 +38,64 @@ class BatchLimits:
     def max_blocks(self) -> int:
         """Length of a row's block table."""
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def num_processor_params(self) -> int:
+        """Numbers that all custom processors take of a request."""
+        return sum(count for _, count in self.processors)
+
+
+@dataclass(slots=True)
+class SamplingRecord:
+    """What sampling needs of a request, in the device's form; kept while the request is pre-empted.
+
+    Attributes:
+      record: i32[RECORD_WIDTH].
+      token_lists: i32[list_width], or None.
+      first_history_token: from which token on the sampler reads the request's tokens; None: not at all.
+      num_prompt_tokens: length of the prompt.
+      num_logprobs: entries a sampled position that the step gives; 0: none.
+      dense_logprobs: the request's `logprobs` where the step cannot give so many; else None.
+      prompt_logprobs: as the request has it.
+      is_plain: the most likely token is all that is wanted of a step.
+      listed_ids: logprob_token_ids, which then make up num_logprobs - 1 of them.
+    """
+
+    record: np.ndarray
+    token_lists: np.ndarray | None
+    first_history_token: int | None
+    num_prompt_tokens: int
+    num_logprobs: int
+    dense_logprobs: int | None
+    prompt_logprobs: int | None
+    listed_ids: list[int] | None
+    is_plain: bool
+
+    @classmethod
+    def make(
+        cls, params: SamplingParams, num_prompt_tokens: int, eos_token_id: int | None, seed: int, limits: BatchLimits
+    ) -> "SamplingRecord":
+        """Of a new request."""
+        token_lists, counts, bits = make_token_lists(params, eos_token_id, limits.processors)
+        is_dense = not params.logprob_token_ids and needs_dense_logprobs(params.logprobs)
+        return cls(
+            record=make_record(params, num_prompt_tokens, seed, counts, bits),
+            token_lists=token_lists,
+            first_history_token=first_history_token(params, num_prompt_tokens),
+            num_prompt_tokens=num_prompt_tokens,
+            num_logprobs=num_step_logprobs(params),
+            dense_logprobs=params.logprobs if is_dense else None,
+            prompt_logprobs=params.prompt_logprobs,
+            listed_ids=params.logprob_token_ids or None,
+            is_plain=params.is_greedy
+            and token_lists is None
+            and not _has_penalties(params)
+            and params.logprobs is None,
+        )
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
 
 @dataclass(slots=True)
@@ -61,7 +122,9 @@ class Batch:
       block_tables: i32[max_num_seqs, max_blocks]; entries past a request's blocks are 0, the null block.
       num_known_tokens: i32[max_num_seqs] tokens known to the host at admission; later ones are on the device only.
       known_token_ids: those tokens, one i32 array a row (None: free row).
-      records: i32 records by request id, kept while a request is pre-empted.
+      records: by request id, kept while a request is pre-empted.
+      wants_logprobs: the rows whose request asked for logprobs of any kind.
+      wants_sampling: the rows whose request needs more of a step than the most likely token.
     """
 
     def __init__(self, limits: BatchLimits, seed: int | None = None) -> None:
@@ -76,7 +139,9 @@ class Batch:
         self.block_tables = np.zeros((limits.max_num_seqs, limits.max_blocks), np.int32)
         self.num_known_tokens = np.zeros(limits.max_num_seqs, np.int32)
         self.known_token_ids: list[np.ndarray | None] = [None] * limits.max_num_seqs
-        self.records: dict[str, np.ndarray] = {}
+        self.records: dict[str, SamplingRecord] = {}
+        self.wants_logprobs: set[int] = set()
+        self.wants_sampling: set[int] = set()
         self._num_blocks = [0] * limits.max_num_seqs
         self._free_rows = list(range(limits.max_num_seqs))[::-1]
         self._seeds = np.random.default_rng(seed)
@@ -112,7 +177,9 @@ class Batch:
     def _make_record(self, new: NewRequestData) -> None:
         params: SamplingParams = new.sampling_params
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
-        self.records[new.request_id] = make_record(params, len(new.prompt_token_ids), new.eos_token_id, seed)
+        self.records[new.request_id] = SamplingRecord.make(
+            params, len(new.prompt_token_ids), new.eos_token_id, seed, self.limits
+        )
 
     def _admit(self, request_id: str, token_ids: list[int], block_ids: list[int]) -> int:
         assert request_id not in self.row_of, f"{request_id} holds a row already"
@@ -123,10 +190,17 @@ class Batch:
         self.block_tables[row] = 0
         self.block_tables[row, : len(block_ids)] = block_ids
         self._num_blocks[row] = len(block_ids)
+        record = self.records[request_id]
+        if record.num_logprobs or record.dense_logprobs is not None or record.prompt_logprobs is not None:
+            self.wants_logprobs.add(row)
+        if not record.is_plain:
+            self.wants_sampling.add(row)
         return row
 
     def _release_row(self, request_id: str) -> None:
         row = self.row_of.pop(request_id, None)
         if row is not None:
             self.known_token_ids[row] = None
+            self.wants_logprobs.discard(row)
+            self.wants_sampling.discard(row)
             self._free_rows.append(row)

@@ -73,10 +73,43 @@ class SchedulerOutput:
 
 
 @dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position.
+
+    Attributes:
+      token_ids: the token that is there, then the most likely ones in order, or the request's logprob_token_ids.
+      logprobs: of those tokens.
+      rank: of the token that is there: how many are at least as likely.
+      is_ranked: the tokens behind the first have the ranks 1, 2, ...; False: they are logprob_token_ids.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    is_ranked: bool = True
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens that one step computed; the first of them is token `start` of the prompt."""
+
+    start: int
+    positions: list[TokenLogprobs]
+
+
+@dataclass(slots=True)
 class ModelRunnerOutput:
-    """The token each request sampled in a step; a request whose prompt is not finished has no entry."""
+    """What a step gave, by request.
+
+    Attributes:
+      sampled_token_ids: the token; a request whose prompt is not finished has no entry.
+      logprobs: of that token, where they were asked for.
+      prompt_logprobs: of the prompt tokens in the step, where they were asked for.
+    """
 
     sampled_token_ids: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -110,6 +143,9 @@ class EngineCoreOutputs:
     Attributes:
       request_ids, new_token_ids: parallel; one entry for each request that got a token.
       num_cached_tokens: for requests whose first token this is: prompt tokens found in the prefix cache.
+      logprobs: of the new tokens, by request, where they were asked for.
+      prompt_logprobs: of prompt tokens, as far as the step computed them; the rest of them came or comes with other
+        steps, all of them before or with the first token.
       finished: those that ended in this step, with a last token above or (abort, error) without.
       timestamp: when the core had this, in seconds of time.monotonic(); set by the core, as the next one is.
       request_times: when a request was queued and when first scheduled (0.0: never), with its first token or its end.
@@ -119,5 +155,7 @@ class EngineCoreOutputs:
     new_token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
     finished: dict[str, FinishedRequest] = field(default_factory=dict)
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     timestamp: float = 0.0
     request_times: dict[str, tuple[float, float]] = field(default_factory=dict)

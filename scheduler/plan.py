@@ -6,7 +6,7 @@ null block, has no row, and no negative index occurs (JAX wraps those).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
@@ -14,15 +14,17 @@ import numpy as np
 
 from scheduler.batch import Batch, BatchChanges, BatchLimits
 from scheduler.buckets import BucketKey, BucketPolicy
+from scheduler.logprob_plan import LogprobPlan, plan_logprobs
 from scheduler.outputs import SchedulerOutput
 from scheduler.records import RECORD_WIDTH
+from scheduler.side_buffers import side_buffers
 
 ADMITS_PER_STEP = 16
 MASKS_PER_WRITE = 8
 HEADER = ("num_tokens", "num_reqs", "num_decodes", "num_admits", "num_appends")
 # XLA hands a kernel a slice of the buffer without copying it, and GPU kernels want 256 bytes of alignment.
 FIELD_ALIGNMENT = 64
-ON_DEVICE = -1  # in input_ids: the token is last_tokens[row]
+ON_DEVICE = -1  # in input_ids: the token is the one that the row sampled last
 
 
 def admit_width(limits: BatchLimits) -> int:
@@ -95,6 +97,10 @@ class StepPlan:
       buffer: i32[PlanLayout.size], owned by the plan (a transfer may still read it while later plans are built).
       overflow: i32[ADMITS_PER_STEP, admit_width] buffers, to be applied before the step.
       mask_writes: i32[MASKS_PER_WRITE, 1 + mask_words] buffers, row and grammar mask, to be applied before the step.
+      token_lists: i32[LISTS_PER_CALL, 1 + list_width] buffers (row, token lists), to be applied before the step.
+      history: i32[HISTORY_PIECES_PER_CALL, HISTORY_HEADER, HISTORY_PIECE tokens] buffers, likewise.
+      logprobs: what the step gives beside tokens; None: nothing.
+      is_plain: the most likely token is all that its requests want of it.
       request_ids: of the real rows, in row order.
       needs_sample: bool[num_reqs] rows that sample a token; the others end in the middle of their prompt.
       num_reqs, num_tokens: real sizes.
@@ -108,6 +114,10 @@ class StepPlan:
     num_reqs: int
     num_tokens: int
     mask_writes: list[np.ndarray]
+    token_lists: list[np.ndarray] = field(default_factory=list)
+    history: list[np.ndarray] = field(default_factory=list)
+    logprobs: LogprobPlan | None = None
+    is_plain: bool = True
 
 
 @dataclass(slots=True)
@@ -153,7 +163,12 @@ class Planner:
             return None
         step = order_rows(scheduler_output, self.batch, changes)
         num_reqs = len(step.request_ids)
-        kind = "decode" if step.num_decodes == num_reqs else "mixed"
+        logprobs = None
+        if self.batch.wants_logprobs:
+            logprobs = plan_logprobs(self.batch, step.request_ids, step.rows, step.num_computed, step.num_scheduled)
+        # Only a mixed step keeps its hidden states for the programs that compute further logprobs.
+        is_decode = step.num_decodes == num_reqs and not (logprobs and logprobs.ranges)
+        kind = "decode" if is_decode else "mixed"
         key = self._policy.select(kind, num_tokens, num_reqs)
         buffer = self._empty[key].copy()
         fields = self._layouts[key].unpack(buffer)
@@ -162,7 +177,19 @@ class Planner:
         overflow = _fill_changes(fields, changes, self.batch)
         fields["header"][:] = (num_tokens, num_reqs, step.num_decodes, len(changes.admitted), len(changes.appends))
         mask_writes = _mask_writes(scheduler_output.grammar_masks, self.batch)
-        return StepPlan(key, buffer, overflow, step.request_ids, needs_sample, num_reqs, num_tokens, mask_writes)
+        return StepPlan(
+            key,
+            buffer,
+            overflow,
+            step.request_ids,
+            needs_sample,
+            num_reqs,
+            num_tokens,
+            mask_writes,
+            *side_buffers(changes, self.batch),
+            logprobs,
+            self.batch.wants_sampling.isdisjoint(step.rows.tolist()) if self.batch.wants_sampling else True,
+        )
 
 
 def order_rows(scheduler_output: SchedulerOutput, batch: Batch, changes: BatchChanges) -> StepRows:
@@ -265,7 +292,7 @@ def _fill_changes(fields: dict[str, np.ndarray], changes: BatchChanges, batch: B
     for i, (request_id, row) in enumerate(changes.admitted.items()):
         record = chunks[i // ADMITS_PER_STEP][i % ADMITS_PER_STEP]
         record[0] = row
-        record[1 : 1 + RECORD_WIDTH] = batch.records[request_id]
+        record[1 : 1 + RECORD_WIDTH] = batch.records[request_id].record
         record[1 + RECORD_WIDTH :] = batch.block_tables[row]
     return chunks[1:]
 

@@ -7,11 +7,13 @@ from enum import IntEnum
 
 import numpy as np
 
-from scheduler.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from scheduler.sampling_params import SamplingParams
+
+MAX_STEP_LOGPROBS = 20  # a step gives so many beside the sampled token; more take a program of their own
 
 
 class RecordField(IntEnum):
-    """Columns of a record; the stop ids follow from STOP_IDS on."""
+    """Columns of a record. Counts of lists say what of the row's token lists (scheduler.token_lists) is valid."""
 
     NUM_PROMPT_TOKENS = 0
     TEMPERATURE = 1  # float32 bits; 0: greedy
@@ -21,41 +23,70 @@ class RecordField(IntEnum):
     SEED_LO = 5
     SEED_HI = 6
     MIN_TOKENS = 7
-    NUM_STOP_IDS = 8
-    HAS_GRAMMAR = 9  # 1: its row of grammar_masks counts
-    STOP_IDS = 10
+    REPETITION_PENALTY = 8  # float32 bits; 1: off
+    PRESENCE_PENALTY = 9  # float32 bits; 0: off
+    FREQUENCY_PENALTY = 10  # float32 bits; 0: off
+    THINKING_BUDGET = 11  # -1: off
+    NUM_LOGPROBS = 12  # entries a position, the sampled token included; 0: none asked of the step
+    PROCESSORS = 13  # bit i: custom processor i applies
+    NUM_STOP_IDS = 14
+    NUM_BIAS_IDS = 15
+    NUM_ALLOWED_IDS = 16  # 0: all are allowed
+    NUM_BAD_WORD_IDS = 17
+    NUM_LISTED_IDS = 18  # logprob_token_ids
+    HAS_GRAMMAR = 19  # 1: its row of grammar_masks counts
 
 
-MAX_MASKED_IDS = MAX_STOP_TOKEN_IDS + 1  # the stop ids and EOS
-RECORD_WIDTH = RecordField.STOP_IDS + MAX_MASKED_IDS
+RECORD_WIDTH = len(RecordField)
 _INT32_MAX = 2**31 - 1
 
 
-def make_record(params: SamplingParams, num_prompt_tokens: int, eos_token_id: int | None, seed: int) -> np.ndarray:
+def make_record(
+    params: SamplingParams, num_prompt_tokens: int, seed: int, list_counts: dict[RecordField, int], processors: int = 0
+) -> np.ndarray:
     """The record of a request.
 
     Args:
       params: its sampling parameters.
       num_prompt_tokens: output index of a token = its position - num_prompt_tokens.
-      eos_token_id: masked together with the stop ids until min_tokens outputs exist; None: no such token.
       seed: of this request's random numbers; taken modulo 2**64.
+      list_counts: the NUM_*_IDS columns; absent ones are 0.
+      processors: the PROCESSORS column.
 
     Returns: i32[RECORD_WIDTH].
     """
-    masked_ids = list(params.stop_token_ids or ())
-    if eos_token_id is not None and eos_token_id not in masked_ids:
-        masked_ids.append(eos_token_id)
     record = np.zeros(RECORD_WIDTH, np.int32)
     floats = record.view(np.float32)
     floats[RecordField.TEMPERATURE] = params.temperature
     floats[RecordField.TOP_P] = params.top_p
     floats[RecordField.MIN_P] = params.min_p
+    floats[RecordField.REPETITION_PENALTY] = params.repetition_penalty
+    floats[RecordField.PRESENCE_PENALTY] = params.presence_penalty
+    floats[RecordField.FREQUENCY_PENALTY] = params.frequency_penalty
     words = np.array([seed % 2**64], np.uint64).view(np.int32)  # little endian: low word first
     record[RecordField.NUM_PROMPT_TOKENS] = num_prompt_tokens
     record[RecordField.TOP_K] = min(params.top_k, _INT32_MAX)
     record[RecordField.SEED_LO], record[RecordField.SEED_HI] = words
     record[RecordField.MIN_TOKENS] = min(params.min_tokens, _INT32_MAX)
-    record[RecordField.NUM_STOP_IDS] = len(masked_ids)
+    budget = params.thinking_token_budget
+    record[RecordField.THINKING_BUDGET] = -1 if budget is None else min(budget, _INT32_MAX)
+    record[RecordField.NUM_LOGPROBS] = num_step_logprobs(params)
+    record[RecordField.PROCESSORS] = processors
     record[RecordField.HAS_GRAMMAR] = params.structured_outputs is not None
-    record[RecordField.STOP_IDS : RecordField.STOP_IDS + len(masked_ids)] = masked_ids
+    for column, count in list_counts.items():
+        record[column] = count
     return record
+
+
+def num_step_logprobs(params: SamplingParams) -> int:
+    """How many logprobs a position the step itself gives; 0 if none are wanted or a program of its own gives them."""
+    if params.logprob_token_ids:
+        return 1 + len(params.logprob_token_ids)
+    if params.logprobs is None or needs_dense_logprobs(params.logprobs):
+        return 0
+    return 1 + params.logprobs
+
+
+def needs_dense_logprobs(num_logprobs: int | None) -> bool:
+    """Whether so many logprobs a position (-1: all) are taken from whole rows of the vocabulary, on the host."""
+    return num_logprobs is not None and not 0 <= num_logprobs <= MAX_STEP_LOGPROBS

@@ -1,16 +1,24 @@
 """SamplingParams: what a request asks of sampling and of its text, with vLLM's names, ranges and defaults."""
 
+import copy
+import logging
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 from scheduler.repetition import RepetitionDetectionParams
 from scheduler.structured_outputs import StructuredOutputsParams
 
+logger = logging.getLogger(__name__)
+
 MAX_N = 16384
 SEED_RANGE = (-(2**63), 2**64 - 1)
 MAX_STOP_TOKEN_IDS = 128
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_LISTED_IDS = 1024  # of logit_bias, of allowed_token_ids, and of all bad words together
+MAX_LOGIT_BIAS = 100.0
 GREEDY_TEMPERATURE = 1e-5  # below: greedy
 MIN_TEMPERATURE = 1e-2  # between the two: raised to this, or float32 logits overflow
 
@@ -23,9 +31,36 @@ class RequestOutputKind(IntEnum):
     FINAL_ONLY = 2
 
 
+class SamplingType(IntEnum):
+    """How a request draws, as vLLM names it."""
+
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
+
+
+@dataclass(slots=True, kw_only=True)
+class DerivedParams:
+    """What the front end made of a request's text fields, for the core.
+
+    Attributes:
+      bad_words: token ids of each spelling.
+      think_start, think_end: token ids that open and close the model's thinking.
+      processors: custom logits processor -> its parameters.
+    """
+
+    bad_words: list[list[int]] = field(default_factory=list)
+    think_start: list[int] = field(default_factory=list)
+    think_end: list[int] = field(default_factory=list)
+    processors: dict[str, list[float]] = field(default_factory=dict)
+
+
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request, field by field as in vLLM 0.22 (vllm/sampling_params.py).
+
+    Attributes:
+      derived: set by the engine; None in what a caller makes.
 
     Raises:
       ValueError: a field has the wrong type or is out of its range; the message names field, value and range.
@@ -63,11 +98,14 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     routed_experts_prompt_start: int | None = None
+    derived: DerivedParams | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._check_types()
         self._check_ranges()
         self._normalise()
+        self._check_logprobs()
+        self._check_lists()
 
     def _check_types(self) -> None:
         ints = ("n", "top_k", "min_tokens")
@@ -96,6 +134,12 @@ class SamplingParams:
         for name in bools:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
+        if self.skip_reading_prefix_cache not in (None, True, False):
+            raise ValueError(
+                f"skip_reading_prefix_cache={self.skip_reading_prefix_cache!r} must be True, False or None."
+            )
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            raise ValueError(f"extra_args={self.extra_args!r} must be a dict or None.")
 
     def _check_ranges(self) -> None:
         ranges = {
@@ -122,6 +166,10 @@ class SamplingParams:
             raise ValueError(f"min_tokens={self.min_tokens} must not be negative.")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}.")
+        if self.thinking_token_budget is not None and self.thinking_token_budget < 0:
+            raise ValueError(
+                f"thinking_token_budget={self.thinking_token_budget} must not be negative; None: no limit."
+            )
         if self.n > 1 and self.is_greedy:
             raise ValueError(f"n={self.n} must be 1 for greedy sampling (temperature={self.temperature}).")
 
@@ -134,12 +182,7 @@ class SamplingParams:
         if stops and not self.detokenize:
             raise ValueError(f"stop={self.stop!r} needs detokenize=True: stop strings are found in the text.")
         self.stop = stops
-        ids = _as_list("stop_token_ids", self.stop_token_ids)
-        if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of integers.")
-        if len(ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(f"stop_token_ids holds {len(ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed.")
-        self.stop_token_ids = ids
+        self.stop_token_ids = _id_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         if self.structured_outputs is not None:
             self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
         if self.repetition_detection is not None:
@@ -150,9 +193,77 @@ class SamplingParams:
         if self.is_greedy:
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
         elif self.temperature < MIN_TEMPERATURE:
+            logger.warning(
+                "temperature=%g is raised to %g: float32 overflows below.", self.temperature, MIN_TEMPERATURE
+            )
             self.temperature = MIN_TEMPERATURE
         if self.top_k == -1:
             self.top_k = 0
+
+    def _check_logprobs(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value < -1:
+                raise ValueError(f"{name}={value} must be at least 0, or -1 for the whole vocabulary.")
+        if self.prompt_logprobs is not None and self.skip_reading_prefix_cache is False:
+            raise ValueError(
+                "skip_reading_prefix_cache=False contradicts prompt_logprobs: a cached prefix has no logprobs; leave "
+                "it out."
+            )
+        if self.logprob_token_ids is None:
+            return
+        ids = _id_list("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
+        if self.logprobs is not None and self.logprobs != len(ids):
+            raise ValueError(
+                f"logprobs={self.logprobs} must equal the {len(ids)} logprob_token_ids; leave logprobs out to get "
+                "exactly those."
+            )
+        self.logprob_token_ids = ids or None
+
+    def _check_lists(self) -> None:
+        if self.logit_bias is not None:
+            self.logit_bias = _checked_bias(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _id_list("allowed_token_ids", self.allowed_token_ids, MAX_LISTED_IDS)
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids=[] allows no token: leave it out to allow all.")
+        words = _as_list("bad_words", self.bad_words)
+        if not all(isinstance(word, str) and word for word in words):
+            raise ValueError(f"bad_words={self.bad_words!r} must be a list of non-empty strings.")
+        self.bad_words = words
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> Self:
+        """Build from values where None stands for the default, as the API server has them.
+
+        Keys of logit_bias may be strings of digits, as JSON has them.
+        """
+        optional = {"seed", "max_tokens", "logprobs", "prompt_logprobs", "skip_reading_prefix_cache"}
+        known = {f.name: f for f in fields(cls) if f.init}
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise TypeError(f"SamplingParams has no field {unknown[0]!r}.")
+        given: dict[str, Any] = {n: value for n, value in values.items() if value is not None or n in optional}
+        bias = given.get("logit_bias")
+        if isinstance(bias, Mapping):
+            given["logit_bias"] = {_int_key(key): value for key, value in bias.items()}
+        return cls(**given)
+
+    def clone(self) -> Self:
+        """A copy that shares nothing that can change."""
+        return copy.deepcopy(self)
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        """Greedy, random, or random with a seed of its own."""
+        if self.is_greedy:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+
+    @property
+    def num_sample_logprobs(self) -> int | None:
+        """Entries beside the sampled token at each output position: a count, -1 for all, None for no logprobs."""
+        return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
 
     @property
     def is_greedy(self) -> bool:
@@ -165,6 +276,35 @@ class SamplingParams:
         return {
             f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)
         }
+
+
+def _checked_bias(bias: Any) -> dict[int, float]:
+    """Token -> bias, clamped to [-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS] as in vLLM's from_optional."""
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias={bias!r} must map token ids to numbers.")
+    if len(bias) > MAX_LISTED_IDS:
+        raise ValueError(f"logit_bias holds {len(bias)} ids; at most {MAX_LISTED_IDS} are allowed.")
+    checked = {}
+    for token_id, value in bias.items():
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise ValueError(f"logit_bias has the key {token_id!r}: keys must be integer token ids.")
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            raise ValueError(f"logit_bias[{token_id}]={value!r} must be a number.")
+        checked[token_id] = min(max(float(value), -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS)
+    return checked
+
+
+def _int_key(key: Any) -> Any:
+    return int(key) if isinstance(key, str) and key.strip().lstrip("-").isdecimal() else key
+
+
+def _id_list(name: str, value: Any, limit: int) -> list[int]:
+    ids = _as_list(name, value)
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ValueError(f"{name}={value!r} must be a list of integers.")
+    if len(ids) > limit:
+        raise ValueError(f"{name} holds {len(ids)} ids; at most {limit} are allowed.")
+    return ids
 
 
 def _as_list(name: str, value: Any) -> list[Any]:

@@ -269,7 +269,10 @@ class Scheduler:
         outputs = EngineCoreOutputs(finished=self._unreported)
         self._unreported = {}
         ended: list[tuple[Request, RequestStatus]] = []
-        sampled = model_runner_output.sampled_token_ids
+        sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
+        for request_id, part in model_runner_output.prompt_logprobs.items():
+            if request_id in self.requests:
+                outputs.prompt_logprobs[request_id] = part
         for request_id in scheduler_output.num_scheduled_tokens:
             token_id = sampled.get(request_id)
             request = self.requests.get(request_id)
@@ -278,6 +281,8 @@ class Scheduler:
             self._append_token(request, token_id)
             outputs.request_ids.append(request_id)
             outputs.new_token_ids.append(token_id)
+            if logprobs and request_id in logprobs:
+                outputs.logprobs[request_id] = logprobs[request_id]
             if request.num_tokens == request.num_prompt_tokens + 1:
                 outputs.num_cached_tokens[request_id] = request.num_cached_tokens
             if (

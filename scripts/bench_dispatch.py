@@ -30,7 +30,6 @@ import jax.numpy as jnp
 import numpy as np
 import workloads
 
-from jaxvllm import step as step_module
 from jaxvllm.attention_backend import choose_backend
 from jaxvllm.compile_cache import compiler_options
 from jaxvllm.config import find_device
@@ -108,19 +107,15 @@ class Setup:
         return buffer
 
     def lower(self, variant: str, params: Any) -> jax.stages.Lowered:
-        step = make_step(partial(bind, self.model), self.bucket, self.layout, self.backend, self.config.num_heads)  # type: ignore[arg-type]
         settled, greedy, donated = (name in variant for name in ("settled", "greedy", "donated ids"))
+        bound: Any = partial(bind, self.model)
+        step = make_step(bound, self.bucket, self.layout, self.backend, self.config.num_heads, is_plain=greedy)
 
         def run(params: Any, kv_cache: jax.Array, state: DeviceState, buffer: jax.Array, *old_ids: jax.Array) -> Any:
             if settled:  # a copy that XLA cannot see through: one kernel reads the argument, the rest read the copy
                 buffer = jax.lax.optimization_barrier(buffer ^ buffer[len(HEADER)])
-            sampler = step_module.sample
-            if greedy:
-                step_module.sample = lambda logits, rows: jnp.argmax(logits, -1).astype(jnp.int32)
-            try:
-                ids, kv_cache, state = step(params, kv_cache, state, buffer)
-            finally:
-                step_module.sample = sampler
+            output, kv_cache, state = step(params, kv_cache, state, buffer)
+            ids = output.token_ids
             if donated:
                 ids = jnp.where(old_ids[0] == -1, old_ids[0], ids)
             return ids, kv_cache, state

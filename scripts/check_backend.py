@@ -63,7 +63,9 @@ class LogitsRunner:
 
     def run(self, plan: StepPlan, last_tokens: np.ndarray) -> np.ndarray:
         """f32[num_reqs, V] logits; last_tokens i32[max_num_seqs] stands for what the step before sampled."""
-        self.state = replace(self.state, last_tokens=jnp.asarray(last_tokens))
+        # At every position, so at the last one.
+        token_ids = jnp.broadcast_to(jnp.asarray(last_tokens)[:, None], self.state.token_ids.shape)
+        self.state = replace(self.state, token_ids=token_ids)
         if plan.key not in self.steps:
             options = compiler_options(jax.default_backend()) or None
             self.steps[plan.key] = jax.jit(
@@ -77,9 +79,8 @@ class LogitsRunner:
 
     def _step(self, key: BucketKey, params, kv_cache, state: DeviceState, buffer):
         plan = PlanLayout.make(key, self.limits).unpack(buffer)
-        last_tokens = state.last_tokens
         if "admits" in plan:
-            state = replace(state.admit(plan["admits"]), last_tokens=last_tokens)
+            state = state.admit(plan["admits"])
         state = state.append_blocks(plan["block_appends"])
         model = bind(self.model, params)
         logits, kv_cache = compute_step_logits(model, plan, state, kv_cache, key, self.backend, self.num_heads)  # type: ignore[arg-type]

@@ -4,9 +4,22 @@ Order as in vLLM (SEMANTICS 2.9): the processors, then greedy rows take the argm
 top_p, draw. A draw depends on the row's logits, parameters and output index only, bit for bit.
 """
 
+from jaxvllm.sampling.custom import LogitsProcessor, load_logits_processors
+from jaxvllm.sampling.logprobs import position_logprobs
 from jaxvllm.sampling.noise import gumbel_noise
+from jaxvllm.sampling.processors import process_logits
 from jaxvllm.sampling.rows import SamplingRows
-from jaxvllm.sampling.sampler import sample
+from jaxvllm.sampling.sampler import sample, sample_plainly
 from jaxvllm.sampling.thresholds import kept_tokens
 
-__all__ = ["SamplingRows", "gumbel_noise", "kept_tokens", "sample"]
+__all__ = [
+    "LogitsProcessor",
+    "SamplingRows",
+    "gumbel_noise",
+    "kept_tokens",
+    "load_logits_processors",
+    "position_logprobs",
+    "process_logits",
+    "sample",
+    "sample_plainly",
+]

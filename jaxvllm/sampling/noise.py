@@ -7,8 +7,13 @@ from jaxvllm.random_bits import random_bits
 from jaxvllm.sampling.rows import SamplingRows
 
 
-def gumbel_noise(rows: SamplingRows, vocab_size: int) -> jax.Array:
-    """f32[R, V] of the standard Gumbel distribution; row r depends on (seed, output_index) of the row only."""
-    bits = random_bits(rows.seed, rows.output_index, vocab_size)
+def gumbel_noise(rows: SamplingRows, token_ids: jax.Array) -> jax.Array:
+    """The noise of some tokens: f32[R, n] of the standard Gumbel distribution.
+
+    Args:
+      rows: row r's noise depends on its (seed, output_index) only.
+      token_ids: i32[n] or i32[R, n]; a token's noise is the same among whichever others it stands.
+    """
+    bits = random_bits(rows.seed, rows.output_index, token_ids)
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23  # in the open interval (0, 1)
     return -jnp.log(-jnp.log(uniform))

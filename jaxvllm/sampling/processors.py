@@ -1,25 +1,54 @@
-"""What changes a row's logits before a token is chosen, one function each, in the order in which they apply.
+"""What changes a row's logits before a token is chosen.
+
+vLLM's order (SEMANTICS 2.9): grammar, allowed ids, bad words, stop ids before min_tokens, bias, penalties, thinking
+budget. Masks are -inf, which bias and penalties leave as it is, so here they may come last; the rest keeps its order.
+Custom processors see what these leave.
 
 Letters: R rows  V vocab
 """
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxvllm.sampling.custom import LogitsProcessor
 from jaxvllm.sampling.rows import SamplingRows
+from jaxvllm.sampling.token_counts import FORBIDDEN, IN_PROMPT, count_tokens
+from scheduler.records import RecordField
+from scheduler.sampling_params import MAX_LISTED_IDS
+from scheduler.token_lists import MAX_MASKED_IDS, ListField
 
 _ROWS_PER_CHUNK = 16  # rows that mask_grammar treats at a time
 
-Processor = Callable[[jax.Array, SamplingRows], jax.Array]
+
+def process_logits(logits: jax.Array, rows: SamplingRows, processors: tuple[LogitsProcessor, ...] = ()) -> jax.Array:
+    """Apply all that the rows ask for, but the thinking budget (thinking.py), which names a token.
+
+    Args:
+      logits: f32[R, V].
+      rows: the requests.
+      processors: custom ones, in the order of their bits.
+
+    Returns: f32[R, V]; a row that asks for nothing is bit-equal.
+    """
+    words = count_tokens(rows, logits.shape[1])
+    penalised = penalise(logits, words, rows)
+    penalised = _bias(penalised, logits, words, rows)
+    # A copy of the logits is made once, above; these write in place.
+    penalised = mask_grammar(penalised, rows)
+    penalised = _mask(penalised, held_back_ids(rows, logits.shape[1]))
+    penalised = _mask(penalised, bad_word_ids(rows, logits.shape[1]))
+    start = int(ListField.PROCESSORS)
+    for index, processor in enumerate(processors):
+        penalised = _apply_custom(penalised, rows, processor, index, start)
+        start += processor.num_params
+    return penalised
 
 
 def mask_grammar(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """-inf at the tokens that a row's grammar does not allow; nothing is done where no row has one."""
-    masks, row_numbers = rows.grammar_masks, rows.row_numbers
-    if masks is None or row_numbers is None or masks.shape[1] == 0:
+    masks = rows.grammar_masks
+    if masks.shape[1] == 0:
         return logits
     num_rows, vocab_size = logits.shape
     has_mask = rows.has_grammar & rows.needs_sample
@@ -29,7 +58,7 @@ def mask_grammar(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
     def mask_chunk(i: jax.Array, logits: jax.Array) -> jax.Array:
         places = lax.dynamic_slice(masked_rows, (i * chunk,), (chunk,))
-        words = masks.at[row_numbers.at[places].get(mode="fill", fill_value=0)].get(mode="fill", fill_value=0)
+        words = masks.at[rows.rows.at[places].get(mode="fill", fill_value=0)].get(mode="fill", fill_value=0)
         is_allowed = (words[:, tokens >> 5] >> (tokens & 31).astype(jnp.int32)) & 1 == 1
         kept = jnp.where(is_allowed, logits.at[places].get(mode="clip"), -jnp.inf)
         return logits.at[places].set(kept, mode="drop")
@@ -39,14 +68,76 @@ def mask_grammar(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     return lax.fori_loop(0, -(-jnp.sum(has_mask) // chunk), mask_chunk, logits)
 
 
-def mask_stop_ids(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """-inf at EOS and stop ids in rows that have not reached min_tokens."""
+def penalise(logits: jax.Array, words: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Repetition, frequency and presence penalties, and -inf for forbidden tokens.
+
+    Args:
+      logits: f32[R, n] of some tokens.
+      words: i32[R, n] the tokens' words, see token_counts.
+      rows: the requests.
+    """
+    count = words & (IN_PROMPT - 1)
+    repetition = rows.floats(RecordField.REPETITION_PENALTY)[:, None]
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    x = jnp.where((words > 0) & rows.has_repetition_penalty[:, None], repeated, logits)
+    x -= rows.floats(RecordField.FREQUENCY_PENALTY)[:, None] * count.astype(jnp.float32)
+    x -= rows.floats(RecordField.PRESENCE_PENALTY)[:, None] * (count > 0)
+    return jnp.where(words >= FORBIDDEN, -jnp.inf, x)
+
+
+def _bias(penalised: jax.Array, logits: jax.Array, words: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Write the biased tokens anew: bias comes before the penalties."""
     num_rows, vocab_size = logits.shape
-    is_listed = jnp.arange(rows.stop_ids.shape[1]) < rows.num_stop_ids[:, None]
-    is_masked = is_listed & (rows.output_index < rows.min_tokens)[:, None] & (rows.stop_ids >= 0)
-    ids = jnp.where(is_masked, rows.stop_ids, vocab_size)
-    return logits.at[jnp.arange(num_rows)[:, None], ids].set(-jnp.inf, mode="drop")
+    ids = rows.lists(ListField.BIAS_IDS, MAX_LISTED_IDS)
+    values = lax.bitcast_convert_type(rows.lists(ListField.BIAS_VALUES, MAX_LISTED_IDS), jnp.float32)
+    is_listed = jnp.arange(MAX_LISTED_IDS) < rows.ints(RecordField.NUM_BIAS_IDS)[:, None]
+    ids = jnp.where(is_listed, ids, vocab_size)
+    row_numbers = jnp.arange(num_rows)[:, None]
+    old = logits.at[row_numbers, ids].get(mode="fill", fill_value=0)
+    words_of_ids = words.at[row_numbers, ids].get(mode="fill", fill_value=0)
+    new = penalise(old + jnp.where(is_listed, values, 0), words_of_ids, rows)
+    return penalised.at[row_numbers, ids].set(new, mode="drop")
 
 
-# As in vLLM's sampler (SEMANTICS 2.9).
-PROCESSORS: tuple[Processor, ...] = (mask_grammar, mask_stop_ids)
+def _mask(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """-inf at i32[R, n] ids; V is no id."""
+    return logits.at[jnp.arange(logits.shape[0])[:, None], ids].set(-jnp.inf, mode="drop")
+
+
+def held_back_ids(rows: SamplingRows, vocab_size: int) -> jax.Array:
+    """EOS and stop ids of rows that have not reached min_tokens; i32[R, MAX_MASKED_IDS], V: none."""
+    ids = rows.lists(ListField.STOP_IDS, MAX_MASKED_IDS)
+    is_listed = jnp.arange(MAX_MASKED_IDS) < rows.ints(RecordField.NUM_STOP_IDS)[:, None]
+    return jnp.where(is_listed & rows.is_held_back[:, None] & (ids >= 0), ids, vocab_size)
+
+
+def bad_word_ids(rows: SamplingRows, vocab_size: int) -> jax.Array:
+    """Last tokens of bad words that they would complete; i32[R, MAX_LISTED_IDS], V: none.
+
+    A word's other tokens must be the row's last output tokens; the prompt does not count, as in vLLM.
+    """
+    ids = rows.lists(ListField.BAD_WORD_IDS, MAX_LISTED_IDS)
+    places = rows.lists(ListField.BAD_WORD_PLACES, MAX_LISTED_IDS)
+    is_listed = jnp.arange(MAX_LISTED_IDS) < rows.ints(RecordField.NUM_BAD_WORD_IDS)[:, None]
+    is_last = places <= 0
+    positions = rows.seq_lens[:, None] - places
+    is_output = positions >= rows.num_prompt_tokens[:, None]
+    found = rows.history(positions, is_listed & ~is_last & is_output, -1)
+    num_wrong = jnp.cumsum(jnp.where(is_last, 0, found != ids), axis=1)
+    # Of the -place tokens before a last one: how many are wrong.
+    before = jnp.arange(MAX_LISTED_IDS) + places
+    wrong_before = jnp.take_along_axis(jnp.pad(num_wrong, ((0, 0), (1, 0))), jnp.maximum(before, 0), axis=1)
+    is_bad = is_listed & is_last & (num_wrong == wrong_before)
+    return jnp.where(is_bad, ids, vocab_size)
+
+
+def _apply_custom(
+    logits: jax.Array, rows: SamplingRows, processor: LogitsProcessor, index: int, start: int
+) -> jax.Array:
+    is_user = (rows.ints(RecordField.PROCESSORS) >> index & 1 == 1) & rows.needs_sample
+
+    def apply(logits: jax.Array) -> jax.Array:
+        params = lax.bitcast_convert_type(rows.lists(start, processor.num_params), jnp.float32)
+        return jnp.where(is_user[:, None], processor.apply(logits, params), logits)
+
+    return lax.cond(jnp.any(is_user), apply, lambda logits: logits, logits)

@@ -1,6 +1,6 @@
-"""The sampling parameters of a step's rows, read from their records.
+"""The requests of a step as the sampler sees them: their records, and where their token lists and tokens lie.
 
-Letters: R rows  V vocab
+Letters: R rows of the step  N persistent rows  L max_model_len  V vocab
 """
 
 from dataclasses import dataclass
@@ -10,54 +10,109 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxvllm.device_state import DeviceState
 from scheduler.records import RecordField
 
 
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True)
 class SamplingRows:
-    """The sampling parameters of a step's rows."""
+    """A step's rows. Token lists and tokens stay in the persistent arrays until a processor reads them."""
 
-    temperature: jax.Array  # f32[R] 0: greedy
-    top_k: jax.Array  # i32[R] 0: off
-    top_p: jax.Array  # f32[R] 1: off
-    min_p: jax.Array  # f32[R] 0: off
-    seed: jax.Array  # u32[R, 2] high and low word
-    output_index: jax.Array  # i32[R] number of output tokens so far
-    min_tokens: jax.Array  # i32[R]
-    num_stop_ids: jax.Array  # i32[R]
-    stop_ids: jax.Array  # i32[R, MAX_MASKED_IDS] masked while output_index < min_tokens
+    records: jax.Array  # i32[R, RECORD_WIDTH] see scheduler.records
+    seq_lens: jax.Array  # i32[R] tokens before the one to be sampled
     needs_sample: jax.Array  # bool[R] False: the row's token is not wanted
-    has_grammar: jax.Array  # bool[R]
-    row_numbers: jax.Array | None  # i32[R] rows of grammar_masks
-    grammar_masks: jax.Array | None  # i32[max_num_seqs, words]; gathered where a row needs it. None: no row has one
+    rows: jax.Array  # i32[R] persistent row; pads hold N
+    token_ids: jax.Array  # i32[N, L] by position
+    token_lists: jax.Array  # i32[N, list_width] see scheduler.token_lists
+    grammar_masks: jax.Array  # i32[N, words] bit b of word w: token 32 * w + b may come next
 
     @staticmethod
-    def from_records(
-        records: jax.Array,
-        seq_lens: jax.Array,
-        needs_sample: jax.Array,
-        row_numbers: jax.Array | None = None,
-        grammar_masks: jax.Array | None = None,
-    ) -> "SamplingRows":
-        """Read the columns of i32[R, RECORD_WIDTH] records; the other arguments as the attributes."""
-
-        def floats(column: int) -> jax.Array:
-            return lax.bitcast_convert_type(records[:, column], jnp.float32)
-
-        high_low = jnp.stack([records[:, RecordField.SEED_HI], records[:, RecordField.SEED_LO]], axis=1)
+    def of_step(device_state: DeviceState, plan: dict[str, jax.Array]) -> "SamplingRows":
+        """The rows of a step whose admissions are in device_state."""
+        rows = plan["rows"]
         return SamplingRows(
-            temperature=floats(RecordField.TEMPERATURE),
-            top_k=records[:, RecordField.TOP_K],
-            top_p=floats(RecordField.TOP_P),
-            min_p=floats(RecordField.MIN_P),
-            seed=lax.bitcast_convert_type(high_low, jnp.uint32),
-            output_index=seq_lens - records[:, RecordField.NUM_PROMPT_TOKENS],
-            min_tokens=records[:, RecordField.MIN_TOKENS],
-            num_stop_ids=records[:, RecordField.NUM_STOP_IDS],
-            stop_ids=records[:, RecordField.STOP_IDS :],
-            needs_sample=needs_sample,
-            has_grammar=records[:, RecordField.HAS_GRAMMAR] == 1,
-            row_numbers=row_numbers,
-            grammar_masks=grammar_masks,
+            records=device_state.records.at[rows].get(mode="fill", fill_value=0),
+            seq_lens=plan["seq_lens"],
+            needs_sample=plan["needs_sample"] == 1,
+            rows=rows,
+            token_ids=device_state.token_ids,
+            token_lists=device_state.token_lists,
+            grammar_masks=device_state.grammar_masks,
         )
+
+    def ints(self, column: RecordField) -> jax.Array:
+        """i32[R] column of the records."""
+        return self.records[:, column]
+
+    def floats(self, column: RecordField) -> jax.Array:
+        """f32[R] column of the records."""
+        return lax.bitcast_convert_type(self.records[:, column], jnp.float32)
+
+    def lists(self, start: int, length: int) -> jax.Array:
+        """i32[R, length] columns of the token lists."""
+        return self.token_lists.at[self.rows, start : start + length].get(mode="fill", fill_value=0)
+
+    def history(self, positions: jax.Array, is_valid: jax.Array, fill_value: int) -> jax.Array:
+        """The tokens at i32[R, n] positions; fill_value where is_valid is not."""
+        positions = jnp.where(is_valid, positions, 0)
+        token_ids = self.token_ids.at[self.rows[:, None], positions].get(mode="fill", fill_value=0)
+        return jnp.where(is_valid, token_ids, fill_value)
+
+    @property
+    def is_greedy(self) -> jax.Array:
+        """bool[R]"""
+        return self.floats(RecordField.TEMPERATURE) <= 0
+
+    @property
+    def num_prompt_tokens(self) -> jax.Array:
+        """i32[R]"""
+        return self.ints(RecordField.NUM_PROMPT_TOKENS)
+
+    @property
+    def output_index(self) -> jax.Array:
+        """i32[R] number of output tokens so far."""
+        return self.seq_lens - self.num_prompt_tokens
+
+    @property
+    def seed(self) -> jax.Array:
+        """u32[R, 2] high and low word."""
+        high_low = jnp.stack([self.ints(RecordField.SEED_HI), self.ints(RecordField.SEED_LO)], axis=1)
+        return lax.bitcast_convert_type(high_low, jnp.uint32)
+
+    @property
+    def is_held_back(self) -> jax.Array:
+        """bool[R] whether stop ids are masked: min_tokens outputs do not exist yet."""
+        return (self.output_index < self.ints(RecordField.MIN_TOKENS)) & (self.ints(RecordField.NUM_STOP_IDS) > 0)
+
+    @property
+    def has_penalties(self) -> jax.Array:
+        """bool[R] whether token counts matter."""
+        return (
+            self.has_repetition_penalty
+            | (self.floats(RecordField.PRESENCE_PENALTY) != 0)
+            | (self.floats(RecordField.FREQUENCY_PENALTY) != 0)
+        )
+
+    @property
+    def has_repetition_penalty(self) -> jax.Array:
+        """bool[R] whether the prompt's tokens matter too."""
+        return self.floats(RecordField.REPETITION_PENALTY) != 1
+
+    @property
+    def has_grammar(self) -> jax.Array:
+        """bool[R] whether the row's grammar mask counts."""
+        return self.ints(RecordField.HAS_GRAMMAR) == 1
+
+    @property
+    def has_processing(self) -> jax.Array:
+        """bool[R] whether anything changes the row's logits before a token is chosen."""
+        lists = (RecordField.NUM_BIAS_IDS, RecordField.NUM_ALLOWED_IDS, RecordField.NUM_BAD_WORD_IDS)
+        has_lists = self.records[:, jnp.array(lists)].any(axis=1)
+        has_others = (self.ints(RecordField.THINKING_BUDGET) >= 0) | (self.ints(RecordField.PROCESSORS) != 0)
+        return has_lists | has_others | self.is_held_back | self.has_penalties | self.has_grammar
+
+    @property
+    def num_logprobs(self) -> jax.Array:
+        """i32[R] entries wanted a row, the sampled token's included; 0: none."""
+        return jnp.where(self.needs_sample, self.ints(RecordField.NUM_LOGPROBS), 0)

@@ -3,18 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm.sampling import SamplingRows, gumbel_noise, kept_tokens, sample
-from scheduler.records import make_record
+from jaxvllm.sampling import gumbel_noise, kept_tokens, sample
+from scheduler.records import RecordField
 from scheduler.sampling_params import SamplingParams
+from tests.engine.sampling_rows import make_rows
 
 V = 257
-
-
-def make_rows(params: list[SamplingParams], output_index=0, eos=None, needs_sample=None) -> SamplingRows:
-    records = np.stack([make_record(p, 10, eos, 0 if p.seed is None else p.seed) for p in params])
-    seq_lens = np.broadcast_to(np.asarray(output_index) + 10, len(params))
-    wanted = np.ones(len(params), bool) if needs_sample is None else np.asarray(needs_sample)
-    return SamplingRows.from_records(jnp.asarray(records), jnp.asarray(seq_lens), jnp.asarray(wanted))
 
 
 def reference(logits: np.ndarray, p: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
@@ -59,7 +53,8 @@ def test_the_filters_keep_what_sorting_in_float64_keeps(quantum):
     params = mixed_params()
     logits = mixed_logits(len(params), quantum)
     rows = make_rows(params)
-    scaled = logits / np.where(rows.temperature <= 0, 1, rows.temperature)[:, None].astype(np.float32)
+    temperature = rows.floats(RecordField.TEMPERATURE)
+    scaled = logits / np.where(temperature <= 0, 1, temperature)[:, None].astype(np.float32)
     kept = np.asarray(jax.jit(kept_tokens)(jnp.asarray(scaled), rows))
     for i, p in enumerate(params):
         if not p.is_greedy:
@@ -81,7 +76,7 @@ def test_a_long_tail_of_unlikely_tokens_still_counts_in_top_p():
 def test_draws_have_the_probabilities_of_the_kept_tokens():
     logits = np.array([1.0, 0.2, -0.5, 2.0, 0.0, -3.0, 1.5, 1.0, -1.0, 0.7, 0.1], np.float32)
     num_draws = 6000
-    draw = jax.jit(sample)
+    draw = jax.jit(lambda logits, rows: sample(logits, rows)[0])
     for p in ({}, {"temperature": 0.6, "top_k": 6}, {"top_p": 0.8, "min_p": 0.05, "temperature": 1.7}):
         params = SamplingParams(seed=12345, **p)
         rows = make_rows([params] * num_draws, np.arange(num_draws))
@@ -98,7 +93,7 @@ def test_a_draw_depends_on_the_row_s_own_logits_seed_and_index_only():
     params = mixed_params()
     n = len(params)
     logits = mixed_logits(n, 0.0)
-    draw = jax.jit(sample)
+    draw = jax.jit(lambda logits, rows: sample(logits, rows)[0])
     ids = np.asarray(draw(jnp.asarray(logits), make_rows(params, np.arange(n))))
     order = np.random.default_rng(5).permutation(n)
     shuffled = draw(jnp.asarray(logits[order]), make_rows([params[i] for i in order], order))
@@ -113,7 +108,7 @@ def test_a_draw_depends_on_the_row_s_own_logits_seed_and_index_only():
 
 def test_noise_changes_with_either_word_of_the_seed_and_with_the_index():
     seeds = [5, 6, 5 + 2**32, -5, 2**63 + 5]
-    draw = jax.jit(gumbel_noise, static_argnums=1)
+    draw = jax.jit(lambda rows, n: gumbel_noise(rows, jnp.arange(n)), static_argnums=1)
     noise = np.asarray(draw(make_rows([SamplingParams(seed=s) for s in seeds]), 31))
     later = np.asarray(draw(make_rows([SamplingParams(seed=s) for s in seeds], 1), 31))
     assert len(np.unique(np.concatenate([noise, later])[:, 0])) == 10 and np.isfinite(noise).all()
@@ -125,7 +120,7 @@ def test_eos_and_stop_ids_are_masked_until_min_tokens_for_greedy_and_random_rows
     greedy = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[5, 300, 8])
     random = SamplingParams(temperature=1.0, min_tokens=2, stop_token_ids=[5], ignore_eos=True)
     params = [greedy, random, greedy, SamplingParams(temperature=0.0)]
-    ids = jax.jit(sample)(jnp.asarray(logits), make_rows(params, [1, 0, 2, 0], eos=3))
+    ids, _ = jax.jit(sample)(jnp.asarray(logits), make_rows(params, [1, 0, 2, 0], eos=3))
     assert ids.tolist() == [11, 8, 3, 3]
 
 
@@ -138,7 +133,3 @@ def test_a_greedy_batch_pays_for_an_argmax_only():
     assert large == [] and len(conds) == 1
     plain = {e.primitive.name for e in conds[0].params["branches"][1].jaxpr.eqns}
     assert "argmax" in plain and not plain & {"threefry2x32", "while", "scatter", "exp", "log"}
-    # ... and the predicate picks it: rows without needs_sample do not count.
-    rows = make_rows([SamplingParams(temperature=0.0), SamplingParams()], needs_sample=[True, False])
-    predicate = (rows.temperature <= 0) | ~rows.needs_sample
-    assert bool(predicate.all())

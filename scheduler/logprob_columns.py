@@ -1,0 +1,46 @@
+"""How a step's logprobs lie in one int32 row a request, and how the host reads them (floats as bit views)."""
+
+from enum import IntEnum
+
+import numpy as np
+
+from scheduler.outputs import TokenLogprobs
+from scheduler.records import MAX_STEP_LOGPROBS
+from scheduler.sampling_params import MAX_LOGPROB_TOKEN_IDS
+
+
+class LogprobColumn(IntEnum):
+    """First columns."""
+
+    RANK = 0  # of the target: how many tokens are at least as likely
+    IDS = 1  # the target, then the most likely tokens
+    VALUES = IDS + 1 + MAX_STEP_LOGPROBS  # float32 bits: their logprobs
+    LISTED = VALUES + 1 + MAX_STEP_LOGPROBS  # float32 bits: logprobs of the request's logprob_token_ids
+
+
+LOGPROBS_WIDTH = LogprobColumn.LISTED + MAX_LOGPROB_TOKEN_IDS
+
+
+def read_logprobs(packed: np.ndarray, num_entries: int, listed_ids: list[int] | None = None) -> TokenLogprobs:
+    """One row of a step's logprobs, i32[LOGPROBS_WIDTH].
+
+    Args:
+      packed: the row.
+      num_entries: the target and the most likely tokens.
+      listed_ids: in the place of the most likely tokens.
+    """
+    floats = packed.view(np.float32)
+    ids, values = packed[LogprobColumn.IDS :], floats[LogprobColumn.VALUES :]
+    rank = int(packed[LogprobColumn.RANK])
+    if listed_ids:
+        listed = floats[LogprobColumn.LISTED : LogprobColumn.LISTED + len(listed_ids)].tolist()
+        return TokenLogprobs([int(ids[0]), *listed_ids], [float(values[0]), *listed], rank, False)
+    return TokenLogprobs(ids[:num_entries].tolist(), values[:num_entries].tolist(), rank)
+
+
+def read_dense(logprobs: np.ndarray, target: int, num_logprobs: int) -> TokenLogprobs:
+    """The same from the logprobs of a whole vocabulary, f32[V]; num_logprobs -1: all."""
+    count = len(logprobs) if num_logprobs < 0 else min(num_logprobs, len(logprobs))
+    order = np.argsort(-logprobs, kind="stable")[:count]
+    rank = int(np.count_nonzero(logprobs >= logprobs[target]))
+    return TokenLogprobs([target, *order.tolist()], [float(logprobs[target]), *logprobs[order].tolist()], rank)
