@@ -196,5 +196,6 @@ class _Job:
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not self.request.logprobs or completion.logprobs is None:
             return None
-        num_top = self.request.top_logprobs or 0
+        # With logprob_token_ids an entry holds those, and all of them are shown.
+        num_top = -1 if self.request.logprob_token_ids else self.request.top_logprobs or 0
         return chat_logprobs(completion.token_ids, completion.logprobs, num_top, self._names)

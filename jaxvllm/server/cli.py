@@ -6,7 +6,7 @@ import ssl
 from typing import Any
 
 from jaxvllm.chat import read_chat_template
-from jaxvllm.cli_args import add_engine_options, flag, given_engine_args
+from jaxvllm.cli_args import add_engine_options, flag, given_engine_args, json_object
 from jaxvllm.config import EngineArgs, api_key_from_environment
 from jaxvllm.server.config import DEFAULT_MAX_REQUEST_BYTES, ServerConfig
 from jaxvllm.vllm_args import NOT_BUILT
@@ -91,7 +91,7 @@ def _add_api_options(group: Any) -> None:
     group.add_argument("--chat-template-content-format", choices=["auto", "string"], default="auto")
     group.add_argument("--trust-request-chat-template", action="store_true", help="take templates from requests, too")
     group.add_argument(
-        "--default-chat-template-kwargs", type=_json_object, default={}, metavar="JSON", help="template variables"
+        "--default-chat-template-kwargs", type=json_object, default={}, metavar="JSON", help="template variables"
     )
     group.add_argument("--response-role", default="assistant", help="role of answers")
     group.add_argument("--enable-auto-tool-choice", action="store_true", help="the model may choose to call tools")
@@ -210,14 +210,10 @@ def _value(text: str) -> Any:
 
 
 def _json_list(text: str) -> tuple[str, ...]:
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}.") from error
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise argparse.ArgumentTypeError(f"{text!r} must be a JSON list of strings.")
     return tuple(value)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object.")
-    return value

@@ -115,6 +115,9 @@ class _Job:
         self._with_usage = config.enable_force_include_usage or bool(options and options.include_usage)
         self._with_usage_always = bool(options and options.continuous_usage_stats) and self._with_usage
         self._choices: dict[int, _Choice] = {}
+        self._waits_for_prompt = bool(request.echo) and request.logprobs is not None
+        self._prompt_logprobs: dict[str, Any] = {}
+        self._held: dict[str, list[RequestOutput]] = {}
 
     async def run(self) -> Completion:
         """All of it at once."""
@@ -139,15 +142,27 @@ class _Job:
         """Piece by piece, as server-sent events."""
         async with aclosing(self.serving.engine.stream(self.requests)) as stream:
             async for output in stream:
-                self._count(output)
                 for completion in output.outputs:
                     check_completion(completion)
-                    choice = self._choice(output, completion)
-                    if self._says_something(choice):
-                        yield event(self._answer([choice], with_usage=self._with_usage_always))
+                for ready in self._with_prompt_known(output):
+                    self._count(ready)
+                    for choice in (self._choice(ready, completion) for completion in ready.outputs):
+                        if self._says_something(choice):
+                            yield event(self._answer([choice], with_usage=self._with_usage_always))
         if self._with_usage:
             yield event(self._answer([], with_usage=True))
         yield DONE
+
+    def _with_prompt_known(self, output: RequestOutput) -> list[RequestOutput]:
+        """An output, or what must wait: every choice begins with the prompt, whose logprobs come with one of them."""
+        if not self._waits_for_prompt or output.request_id in self._prompt_logprobs:
+            return [output]
+        held = self._held.setdefault(output.request_id, [])
+        held.append(output)
+        if output.prompt_logprobs is None:
+            return []
+        self._prompt_logprobs[output.request_id] = output.prompt_logprobs
+        return self._held.pop(output.request_id)
 
     def _count(self, output: RequestOutput) -> None:
         if self._is_echo_only:
@@ -196,7 +211,8 @@ class _Job:
     def _builder(self, context_ids: Sequence[int], offset: int, *, skip_special_tokens: bool | None = None):
         skip = processed_skip(self.request) if skip_special_tokens is None else skip_special_tokens
         tokenizer = self.serving.engine.tokenizer
-        return CompletionLogprobsBuilder(tokenizer, self._names, self.request.logprobs or 0, context_ids, offset, skip)
+        num_top = -1 if self.request.logprob_token_ids else self.request.logprobs or 0
+        return CompletionLogprobsBuilder(tokenizer, self._names, num_top, context_ids, offset, skip)
 
     def _logprobs(self, state: _Choice, completion: CompletionOutput) -> CompletionLogprobs | None:
         if state.logprobs is None or completion.logprobs is None:
@@ -207,7 +223,7 @@ class _Job:
         """The prompt's log-probabilities with those of the first output behind them."""
         has_text = output.prompt is not None  # then special tokens are not in it
         builder = self._builder([], 0, skip_special_tokens=has_text)
-        entries = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+        entries = output.prompt_logprobs or self._prompt_logprobs[output.request_id]
         own = builder.build(output.prompt_token_ids, entries)
         for name in CompletionLogprobs.__struct_fields__:
             getattr(own, name).extend(getattr(logprobs, name))

@@ -272,6 +272,8 @@ class ChatCompletionRequest(GenerationRequest, RenderRequest):
     def _check_logprobs(self) -> "ChatCompletionRequest":
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
+        if self.logprob_token_ids and not self.logprobs:
+            raise ValueError("logprob_token_ids needs logprobs=true")
         return self
 
     @model_validator(mode="after")

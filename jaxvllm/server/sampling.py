@@ -9,10 +9,10 @@ from jaxvllm.server.protocol import GenerationRequest
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_CHOICE_TEXTS = 4096  # compiling 100,000 takes half a minute
-MAX_BIAS = 100.0  # as in OpenAI's API, and enough to force or to ban a token
 # Fields that mean the same under the same name.
 _SAME_NAMES = (
     "n",
+    "logit_bias",
     "temperature",
     "top_p",
     "top_k",
@@ -58,26 +58,17 @@ def sampling_params(
     Raises: ValueError, ApiError: a value out of range, or two formats at once.
     """
     values: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAMES}
-    if request.logit_bias is not None:
-        values["logit_bias"] = {
-            _token_id(key): min(MAX_BIAS, max(-MAX_BIAS, bias)) for key, bias in request.logit_bias.items()
-        }
     values["extra_args"] = request.vllm_xargs
     values["structured_outputs"] = structured_outputs or _format(request)
-    values["logprobs"] = logprobs
+    values["logprobs"] = None if request.logprob_token_ids else logprobs
+    if request.thinking_token_budget == -1:  # vLLM's word for no limit
+        values["thinking_token_budget"] = None
     values |= changes
     given = {name: value for name, value in values.items() if value is not None}
     if max_tokens is None:
         max_tokens = defaults.get("max_tokens")
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**{**defaults, **given, "max_tokens": max_tokens, "output_kind": kind})
-
-
-def _token_id(key: str) -> int:
-    digits = key.removeprefix("-")
-    if not (digits.isascii() and digits.isdecimal()) or len(digits) > 18:
-        raise ApiError(f"logit_bias has the key {key[:50]!r}: keys must be token ids.", param="logit_bias")
-    return int(key)
+    return SamplingParams.from_optional(**{**defaults, **given, "max_tokens": max_tokens, "output_kind": kind})
 
 
 def _format(request: GenerationRequest) -> dict[str, Any] | None:

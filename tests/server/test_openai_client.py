@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 from collections.abc import Iterator
 
 import openai
@@ -89,6 +90,38 @@ def test_asynchronous_client_many_at_once(smol):
     assert asyncio.run(scenario()) == [ANSWER] * 6
 
 
+def test_logprobs(client):
+    answer = client.chat.completions.create(messages=QUESTION, max_tokens=4, logprobs=True, top_logprobs=2, **GREEDY)
+    content = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == "The capital of France"
+    assert all(entry.top_logprobs[0].token == entry.token and len(entry.top_logprobs) == 2 for entry in content)
+    whole = client.completions.create(prompt="Paris is", max_tokens=2, logprobs=2, echo=True, **GREEDY).choices[0]
+    assert whole.logprobs.tokens[0] == "Paris" and whole.logprobs.token_logprobs[0] is None
+    assert "".join(whole.logprobs.tokens) == whole.text
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"capital": {"enum": ["Paris", "Rome"]}},
+    "required": ["capital"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_in_a_schema_and_calls_of_tools(client):
+    form = {"type": "json_schema", "json_schema": {"name": "capital", "schema": SCHEMA, "strict": True}}
+    answer = client.chat.completions.create(messages=QUESTION, max_tokens=60, response_format=form, **GREEDY)
+    assert json.loads(answer.choices[0].message.content) == {"capital": "Paris"}
+    tool = {"type": "function", "function": {"name": "answer", "parameters": SCHEMA}}
+    for choice in ("required", {"type": "function", "function": {"name": "answer"}}):
+        fields = {"messages": QUESTION, "max_tokens": 90, "tools": [tool], "tool_choice": choice} | GREEDY
+        [call] = client.chat.completions.create(**fields).choices[0].message.tool_calls
+        assert call.function.name == "answer" and json.loads(call.function.arguments)["capital"] in ("Paris", "Rome")
+        pieces = [c.choices[0].delta.tool_calls for c in client.chat.completions.create(**fields, stream=True)]
+        arguments = "".join(piece[0].function.arguments or "" for piece in pieces if piece)
+        assert json.loads(arguments) == json.loads(call.function.arguments)
+
+
 def test_seed_stop_and_n(client):
     def texts(**fields) -> list[str]:
         answer = client.chat.completions.create(model="smol", messages=QUESTION, max_tokens=12, **fields)
@@ -121,6 +154,7 @@ def test_a_client_that_leaves_a_stream_leaves_nothing_behind(client, smol):
         (openai.BadRequestError, {"messages": [{"role": "user", "content": "x " * 600}]}),
         (openai.BadRequestError, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         (openai.BadRequestError, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        (openai.BadRequestError, {"logprobs": True, "top_logprobs": 21}),
     ],
 )
 def test_errors_are_those_of_the_client(client, error, fields):
