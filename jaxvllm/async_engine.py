@@ -150,13 +150,14 @@ class AsyncEngine:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> ProcessedRequest:
-        """Tokenise and validate a request without queueing it; as LLMEngine.process_request. Slow ones in a thread."""
+        """Tokenise and validate a request without queueing it; as LLMEngine.process_request. Work is in a thread."""
         self._check_alive()
         process = partial(
             self._engine.process_request, request_id, prompt, params, arrival_time=arrival_time, priority=priority
         )
-        is_slow = _is_long(prompt) or getattr(params, "structured_outputs", None) is not None
-        return await self.run_in_thread(process) if is_slow else process()
+        # A grammar is compiled to see whether it can be: seconds with some.
+        is_work = _is_long(prompt) or params.structured_outputs is not None
+        return await self.run_in_thread(process) if is_work else process()
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Text to ids, a long one in a thread; as LLMEngine.tokenize."""
@@ -409,17 +410,20 @@ def split_outputs(outputs: EngineCoreOutputs, size: int) -> list[EngineCoreOutpu
     """Cut outputs into parts with at most `size` tokens each, in order.
 
     Columns (lists parallel to request_ids) are sliced; what is kept by request id goes with the request's token, or
-    into the last part.
+    into the last part; what is of the step is in every part.
     """
     num_tokens = len(outputs.request_ids)
     if num_tokens <= size:
         return [outputs]
     values = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+    shared = {name: value for name, value in values.items() if not isinstance(value, dict | list)}
     rest = {name: dict(value) for name, value in values.items() if isinstance(value, dict)}
     parts = []
     for start in range(0, num_tokens, size):
         ids = outputs.request_ids[start : start + size]
-        part: dict[str, Any] = {n: v[start : start + size] for n, v in values.items() if isinstance(v, list) and v}
+        part: dict[str, Any] = shared | {
+            n: v[start : start + size] for n, v in values.items() if isinstance(v, list) and v
+        }
         for name, by_id in rest.items():
             is_last = start + size >= num_tokens
             part[name] = by_id if is_last else {i: by_id.pop(i) for i in ids if i in by_id}

@@ -1,9 +1,12 @@
 """Options that commands share: those of the engine and those of sampling."""
 
 import argparse
+import json
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import Field, fields
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from jaxvllm.config import EngineArgs
 from scheduler.sampling_params import SamplingParams
@@ -12,6 +15,7 @@ if TYPE_CHECKING:
     from jaxvllm.engine import Engine
 
 DEFAULT_MAX_TOKENS = 256
+_LARGE = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
 NO_OPTION = ("override_generation_config", "executor", "skip_tokenizer_init")
 ENGINE_HELP = {
     "model": "local Hugging Face folder, GGUF file or hub id (default: SmolLM2-135M-Instruct)",
@@ -39,6 +43,9 @@ ENGINE_HELP = {
     "async_scheduling": "schedule a step while the one before it runs (the default)",
     "generation_config": "auto (the model's), vllm (none), or a folder with a generation_config.json",
     "chat_template": "Jinja text, or a file of it, in the place of the model's own",
+    "max_logprobs": "most logprobs a position that a request may ask for; -1: all (default: 20)",
+    "logits_processors": "custom logits processors, module:attribute each",
+    "reasoning_config": "JSON with reasoning_start_str and reasoning_end_str, for thinking_token_budget",
     "attention_backend": "mosaic_gpu or reference (default: by the device)",
     "disable_log_stats": "no line of statistics every 10 seconds (the default)",
     "tensor_parallel_size": "GPUs that share the model",
@@ -58,6 +65,21 @@ SAMPLING_OPTIONS: dict[str, tuple[type, str]] = {
 }
 
 
+def human_int(text: str) -> int:
+    """A number as vLLM's options take it: 4096, 4k (4000), 4K (4096), 1.5M."""
+    found = re.fullmatch(r"([0-9.]+)([kmgtKMGT]?)", text)
+    try:
+        if found is None:
+            return int(text)
+        size = 1024 if found.group(2).isupper() else 1000
+        value = Decimal(found.group(1)) * size ** " kmgt".index(found.group(2).lower() or " ")
+    except (ValueError, ArithmeticError):
+        value = Decimal("0.5")
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number such as 4096, 4k (4000) or 4K (4096).")
+    return int(value)
+
+
 def flag(name: str) -> str:
     """The option of a field."""
     return "--" + name.replace("_", "-")
@@ -73,9 +95,30 @@ def add_engine_options(group: Any, leave_out: Iterable[str] = ()) -> None:
     for f in fields(EngineArgs):
         if f.name in NO_OPTION or f.name in leave_out:
             continue
-        kind = next(kind for kind in get_args(f.type) or (f.type,) if kind is not type(None))
-        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=ENGINE_HELP.get(f.name), **how)
+        group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=ENGINE_HELP.get(f.name), **_how(f))
+
+
+def _how(f: Field) -> dict[str, Any]:
+    """How argparse reads a field of EngineArgs, by its type."""
+    kind: Any = next(kind for kind in get_args(f.type) or (f.type,) if kind is not type(None))
+    if f.name in _LARGE:
+        return {"type": human_int}
+    if get_origin(kind) is list:
+        return {"nargs": "+"}
+    if get_origin(kind) is dict:
+        return {"type": json_object, "metavar": "JSON"}
+    return {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An option's value that is a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object.")
+    return value
 
 
 def given_engine_args(args: argparse.Namespace) -> dict[str, Any]:

@@ -401,6 +401,11 @@ def log_level() -> str:
     return level
 
 
+def api_key_from_environment() -> str | None:
+    """The server's key where the command line gives none: JAXVLLM_API_KEY, or VLLM_API_KEY as vLLM reads it."""
+    return os.environ.get("JAXVLLM_API_KEY") or os.environ.get("VLLM_API_KEY")
+
+
 def find_device() -> Device:
     """The device that JAX in the core's process will find: a GPU if there is one that JAX can use."""
     platforms = os.environ.get("JAX_PLATFORMS", "")

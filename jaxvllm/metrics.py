@@ -138,6 +138,8 @@ class FrontEndStats:
         self.params_n = Distribution(N_BOUNDS)
         self.params_max_tokens = Distribution(lengths)
         self.iteration_tokens = Distribution(ITERATION_BOUNDS)
+        self._step_ts = 0.0
+        self._num_step_tokens = 0
 
     @classmethod
     def of_engine(cls, config: EngineConfig, info: EngineCoreInfo) -> "FrontEndStats":
@@ -158,20 +160,28 @@ class FrontEndStats:
         self.request_computed_tokens.observe(num_prompt_tokens - num_cached_tokens)
 
     def count_step(self, timestamp: float, num_prompt_tokens: int, last_times: dict[float, int]) -> None:
-        """A step's tokens have come.
+        """A step's tokens have come, or a part of them.
 
         Args:
-          timestamp: when the core had them.
+          timestamp: when the core had them; parts of one step have the same.
           num_prompt_tokens: of the completions that got their first one.
           last_times: when their completions got the token before (0.0: never) -> how many of them.
         """
         num_tokens = sum(last_times.values())
         self.num_generation_tokens += num_tokens
+        if timestamp != self._step_ts:
+            self._end_step()
+            self._step_ts = timestamp
         if num_tokens:
-            self.iteration_tokens.observe(num_prompt_tokens + num_tokens)
+            self._num_step_tokens += num_prompt_tokens + num_tokens
         for last_time, times in last_times.items():
             if last_time:
                 self.inter_token_latency.observe(timestamp - last_time, times)
+
+    def _end_step(self) -> None:
+        if self._num_step_tokens:
+            self.iteration_tokens.observe(self._num_step_tokens)
+            self._num_step_tokens = 0
 
     def count_finished(
         self, reason: str, e2e_s: float, times: RequestTimes, num_prompt: int, num_generated: int, max_tokens: int
@@ -199,6 +209,7 @@ class FrontEndStats:
 
     def to_metrics(self) -> list[Metric]:
         """All of it as a list, with the core's state as it was when it was asked last."""
+        self._end_step()
         state = self.core.scheduler
         metrics: list[Metric] = [
             Gauge("vllm:num_requests_running", state.num_running_reqs),

@@ -67,7 +67,10 @@ def _append(completion: CompletionOutput, newer: CompletionOutput) -> None:
     completion.text += newer.text
     completion.token_ids.extend(newer.token_ids)
     if newer.logprobs:
-        completion.logprobs = [*(completion.logprobs or []), *newer.logprobs]
+        if completion.logprobs is None:
+            completion.logprobs = newer.logprobs
+        else:
+            completion.logprobs.extend(newer.logprobs)
     completion.cumulative_logprob = newer.cumulative_logprob
     completion.finish_reason = newer.finish_reason
     completion.stop_reason = newer.stop_reason

@@ -26,9 +26,11 @@ class Done:
 class SuccessorExecutor:
     """Keeps the tokens of every request from the SchedulerOutputs alone, as a device would."""
 
-    def __init__(self, config: EngineConfig, delay_s: float = 0.0, fail_at_step: int = -1) -> None:
+    def __init__(
+        self, config: EngineConfig, delay_s: float = 0.0, fail_at_step: int = -1, hang_at_step: int = -1
+    ) -> None:
         self._num_blocks = config.memory.num_blocks or 1025
-        self._delay_s, self._fail_at_step = delay_s, fail_at_step
+        self._delay_s, self._fail_at_step, self._hang_at_step = delay_s, fail_at_step, hang_at_step
         self._tokens: dict[str, list[int]] = {}
         self._num_steps = 0
 
@@ -52,11 +54,14 @@ class SuccessorExecutor:
         for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
             tokens = self._tokens[request_id]
             if computed[request_id] + num_new == len(tokens):
-                sampled[request_id] = (tokens[-1] + 1) % VOCAB_SIZE
+                sampled[request_id] = self.next_token(tokens)
                 tokens.append(sampled[request_id])
         self._num_steps += 1
         error = RuntimeError("the device is on fire") if self._num_steps == self._fail_at_step else None
-        return Done(sampled, self._delay_s, error)
+        return Done(sampled, 1e6 if self._num_steps == self._hang_at_step else self._delay_s, error)
+
+    def next_token(self, tokens: list[int]) -> int:
+        return (tokens[-1] + 1) % VOCAB_SIZE
 
     def metrics(self) -> dict[str, float]:
         return {"num_steps": float(self._num_steps)}
@@ -65,12 +70,37 @@ class SuccessorExecutor:
         self._tokens.clear()
 
 
+class ParrotExecutor(SuccessorExecutor):
+    """Says what stands between the bytes 1 and 2 of the prompt, and ends (token 262)."""
+
+    def next_token(self, tokens: list[int]) -> int:
+        begin, end = tokens.index(1) + 1, tokens.index(2)
+        said = tokens[tokens.index(3) + 1 :]  # byte 3 ends the prompt
+        return tokens[begin + len(said)] if begin + len(said) < end else 262
+
+
+def parrot(config: EngineConfig) -> ParrotExecutor:
+    return ParrotExecutor(config)
+
+
 def successor(config: EngineConfig) -> SuccessorExecutor:
     return SuccessorExecutor(config)
 
 
 def slow(config: EngineConfig) -> SuccessorExecutor:
     return SuccessorExecutor(config, delay_s=0.02)
+
+
+def slow_5ms(config: EngineConfig) -> SuccessorExecutor:
+    return SuccessorExecutor(config, delay_s=0.005)
+
+
+def hangs_at_step_9(config: EngineConfig) -> SuccessorExecutor:
+    return SuccessorExecutor(config, delay_s=0.02, hang_at_step=9)
+
+
+def fails_at_step_9(config: EngineConfig) -> SuccessorExecutor:
+    return SuccessorExecutor(config, delay_s=0.02, fail_at_step=9)
 
 
 def fails_at_step_3(config: EngineConfig) -> SuccessorExecutor:

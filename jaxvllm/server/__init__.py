@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's API as vLLM speaks it."""

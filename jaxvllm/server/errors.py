@@ -1,0 +1,93 @@
+"""Errors as OpenAI's API shows them: {"error": {"message", "type", "param", "code"}}."""
+
+import re
+from collections.abc import Container
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from jaxvllm.errors import EngineDeadError
+
+MAX_MESSAGE_CHARS = 1000
+MAX_VALUE_CHARS = 100
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+_FIRST_WORD = re.compile(r"(?:sampling parameter |the )?([a-z][a-z_]*)\b")
+
+
+class ApiError(Exception):
+    """An answer with an HTTP status and, if the caller's request is to blame, the field that is.
+
+    Attributes:
+      headers: of the HTTP response.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object."""
+        message = self.message
+        if len(message) > MAX_MESSAGE_CHARS:  # it quotes the caller, who may have sent megabytes
+            message = message[:MAX_MESSAGE_CHARS] + "..."
+        kind = _TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.status}}
+
+    def response(self) -> Response:
+        """The HTTP response."""
+        return Response(msgspec.json.encode(self.body()), self.status, self.headers, "application/json")
+
+
+def to_api_error(error: Exception, fields: Container[str] = ()) -> ApiError | None:
+    """What a caller is told of an error; None for one that is no answer but a defect.
+
+    Args:
+      fields: of the request; a message that begins with one of them is about it.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ValidationError):
+        return _from_validation(error, fields)
+    if isinstance(error, EngineDeadError):
+        return ApiError(str(error).split("\n", 1)[0], status=503)
+    if isinstance(error, ValueError | NotImplementedError):
+        return ApiError(str(error), param=_first_word(str(error), fields))
+    return None
+
+
+def _first_word(message: str, fields: Container[str]) -> str | None:
+    """The field that a message of this project begins with."""
+    found = _FIRST_WORD.match(message)
+    name = found.group(1) if found else ""
+    name = {"prompt_token_ids": "prompt"}.get(name, name)
+    return name if name in fields else None
+
+
+def _from_validation(error: ValidationError, fields: Container[str]) -> ApiError:
+    """The first of the errors."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = [str(part) for part in first["loc"]]
+    message = first["msg"].removeprefix("Value error, ")
+    if not where:  # of several fields together
+        return ApiError(f"{message}.", param=_first_word(message, fields))
+    if first["type"] == "missing":
+        return ApiError(f"{'.'.join(where)} is missing.", param=where[0])
+    value = repr(first["input"])
+    shown = value if len(value) <= MAX_VALUE_CHARS else value[:MAX_VALUE_CHARS] + "..."
+    return ApiError(f"{'.'.join(where)}={shown}: {message}.", param=where[0])

@@ -1,0 +1,122 @@
+"""A core that dies or hangs: health tells, waiting clients hear of it, the process ends or gets a new core."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.server.process import Server, running_server
+from tests.server.raw_client import RawClient
+
+HEARD_S = 2.0
+STEP_TIMEOUT_S = 1.0
+BODY = {"prompt": [7], "max_tokens": 900, "ignore_eos": True}
+
+
+def core_pid(server: Server) -> int:
+    """Of the core, which any thread of the server may have started."""
+    files = Path(f"/proc/{server.process.pid}/task").glob("*/children")
+    children = [int(pid) for file in files for pid in file.read_text().split()]
+    [pid] = [pid for pid in children if b"jaxvllm.core" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return pid
+
+
+async def in_flight(server: Server, break_it) -> list[dict]:
+    """The errors that 3 streams and 2 plain requests end with, all within HEARD_S of the fault."""
+    clients = [RawClient(server.port, "/v1/completions", BODY | {"stream": i < 3}) for i in range(5)]
+    for client in clients:
+        await client.send()
+    for client in clients[:3]:
+        assert await client.headers() == 200
+    break_it()
+    start = time.monotonic()
+
+    async def last_event(client: RawClient) -> dict:
+        events = [event async for event in client.events()]
+        assert events[-1] is None, "a stream ends with [DONE] whatever happens"
+        return events[-2]["error"]
+
+    async def status(client: RawClient) -> dict:
+        assert await client.headers() == 503
+        return (await client.body())["error"]
+
+    errors = await asyncio.gather(*map(last_event, clients[:3]), *map(status, clients[3:]))
+    assert time.monotonic() - start < HEARD_S + STEP_TIMEOUT_S
+    for client in clients:
+        client.close()
+    return list(errors)
+
+
+@pytest.mark.parametrize(
+    ("executor", "words"),
+    [
+        ("fails_at_step_9", "the device is on fire"),
+        ("slow", "killed by SIGKILL"),
+        ("hangs_at_step_9", "no step has ended for 1 s"),
+    ],
+)
+def test_e09_death_of_the_core_reaches_everybody_and_ends_the_process(model_folder, executor, words):
+    options = ("--step-timeout", str(STEP_TIMEOUT_S))
+    with running_server(model_folder, executor, *options, stops=False) as server:
+        assert server.get("/health").status == 200
+        pid = core_pid(server)
+        errors = asyncio.run(in_flight(server, lambda: executor == "slow" and os.kill(pid, signal.SIGKILL)))
+        assert all(words in error["message"] and error["code"] == 503 for error in errors), errors
+        assert server.get("/health").error()["code"] == 503
+        assert server.post("/ping", {}).status == 503
+        assert server.post("/v1/completions", BODY).error()["code"] == 503
+        assert "vllm:num_requests_running" in server.gauges()
+        assert server.process.wait(10) == 1
+        assert not Path(f"/proc/{pid}").exists(), "the core must not outlive the server"
+
+
+def test_restart_engine_puts_a_new_core_in_the_place_of_a_dead_one(model_folder):
+    with running_server(model_folder, "slow", "--restart-engine") as server:
+        old = core_pid(server)
+        errors = asyncio.run(in_flight(server, lambda: os.kill(old, signal.SIGKILL)))
+        assert len(errors) == 5
+        deadline = time.monotonic() + 20
+        while server.get("/health").status != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert core_pid(server) != old
+        answer = server.post("/v1/completions", BODY | {"max_tokens": 3, "prompt": "A"}).json()
+        assert answer["choices"][0]["text"] == "BCD"
+
+
+@pytest.mark.parametrize("timeout_s", [0, 20])
+def test_sigterm_aborts_running_requests_or_waits_for_them(model_folder, timeout_s):
+    async def scenario(server: Server) -> tuple[int, str]:
+        client = RawClient(
+            server.port, "/v1/completions", BODY | {"max_tokens": 60, "stream": True, "return_token_ids": True}
+        )
+        await client.send()
+        assert await client.headers() == 200
+        server.process.terminate()
+        events = [event async for event in client.events() if event is not None]
+        return sum(len(e["choices"][0]["token_ids"]) for e in events), events[-1]["choices"][0]["finish_reason"]
+
+    with running_server(model_folder, "slow", "--shutdown-timeout", str(timeout_s), stops=False) as server:
+        num_tokens, reason = asyncio.run(scenario(server))
+        assert server.process.wait(10) == 0
+    assert (num_tokens, reason) == (60, "length") if timeout_s else (num_tokens < 60 and reason == "abort")
+
+
+def test_an_address_in_use_is_an_error_before_the_model_is_loaded(server: Server, model_folder):
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "jaxvllm.cli", "serve", str(model_folder), "--port", str(server.port)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert result.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{server.port}" in result.stderr
+
+
+def test_errors_of_a_stream_are_json(server: Server):
+    """The message of an error that came from far away may hold anything; what arrives is one JSON object."""
+    error = server.post("/v1/completions", {"prompt": "A", "model": 'x"\n\n\\'}).error()
+    assert json.loads(json.dumps(error))["param"] == "model"
