@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ R, V = 37, 257
 LIMITS = BatchLimits(max_num_seqs=19, max_model_len=96, block_size=4, vocab_size=VOCAB)
 POLICY = explicit(19, 128, [19], [128])
 
+_sample = jax.jit(sample)
+
 
 def pack(allowed: np.ndarray) -> np.ndarray:
     """bool[..., V] as masks; the bits behind the vocabulary are set, and must not matter."""
@@ -32,7 +35,7 @@ def draw(params: list[SamplingParams], needs_sample: np.ndarray, logits: np.ndar
         masks = np.zeros((R + 2, -(-V // 32)), np.int32)  # nothing is allowed in rows that are not read
         masks[np.asarray(rows.rows)] = pack(allowed)
         rows = replace(rows, grammar_masks=jnp.asarray(masks))
-    return np.asarray(sample(jnp.asarray(logits), rows)[0])
+    return np.asarray(_sample(jnp.asarray(logits), rows)[0])
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
