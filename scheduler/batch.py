@@ -90,7 +90,8 @@ class SamplingRecord:
             is_plain=params.is_greedy
             and token_lists is None
             and not _has_penalties(params)
-            and params.logprobs is None,
+            and params.logprobs is None
+            and params.structured_outputs is None,
         )
 
 
