@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from scheduler.buckets import BucketPolicy, linear, load_policy, one_shape, powers_of_two
+from scheduler.buckets import BucketPolicy, geometric, linear, load_policy, one_shape, powers_of_two
 from scheduler.config import SchedulerConfig
 
-STRATEGIES = ("powers_of_two", "linear", "one_shape")
+STRATEGIES = ("geometric", "powers_of_two", "linear", "one_shape")
 # See powers_of_two.
 GPU_MIN_SIZES = {"min_decode_size": 8, "min_mixed_size": 256}
 
@@ -21,8 +21,11 @@ def choose_policy(choice: str | None, device: str, config: SchedulerConfig) -> B
       ValueError: the file cannot be read or does not cover the limits.
     """
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
-    if choice is None or choice == "powers_of_two":
-        return powers_of_two(*limits, **(GPU_MIN_SIZES if device == "gpu" else {}))
+    smallest = GPU_MIN_SIZES if device == "gpu" else {}
+    if choice == "geometric" or (choice is None and device == "gpu"):
+        return geometric(*limits, **smallest)
+    if choice is None or choice == "powers_of_two":  # on a CPU shapes compile at first use: the fewer the better
+        return powers_of_two(*limits, **smallest)
     if choice == "linear":
         return linear(*limits)
     if choice == "one_shape":

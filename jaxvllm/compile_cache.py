@@ -114,12 +114,14 @@ class CompileCache:
         self.load_seconds: dict[ProgramKey, float] = {}
         self.num_late_compiles = 0
 
-    def compile_all(self, keys: Iterable[ProgramKey], num_threads: int = 8) -> Iterator[ProgramKey]:
+    def compile_all(
+        self, keys: Iterable[ProgramKey], num_threads: int = 8, *, lower_in_threads: bool = False
+    ) -> Iterator[ProgramKey]:
         """Load or compile ahead; yields each key when it is ready, for a progress bar.
 
         What an earlier start has stored is loaded in threads. The others are lowered one after the other in the given
-        order: threads would not speed it up, and the keys of JAX's persistent cache depend on the order. Compiling runs
-        in threads beside it.
+        order, as threads would not speed it up and the keys of JAX's persistent cache depend on the order; compiling
+        runs in threads beside it. `lower_in_threads`: lowering is waiting for another process, and runs there too.
         """
         self._is_warm = True
         missing: list[ProgramKey] = [key for key in keys if key not in self._programs]
@@ -132,8 +134,12 @@ class CompileCache:
             try:
                 for key in missing:
                     if not loaded[key]:
-                        start = time.perf_counter()
-                        futures[pool.submit(self._compile, key, self._lower(key), start)] = key
+                        if lower_in_threads:
+                            future = pool.submit(self._lower_and_compile, key)
+                        else:
+                            start = time.perf_counter()
+                            future = pool.submit(self._compile, key, self._lower(key), start)
+                        futures[future] = key
                         yield from _finished(futures, wait=False)
                 while futures:
                     yield from _finished(futures, wait=True)
@@ -154,8 +160,7 @@ class CompileCache:
             return self._programs[key]
         if self._strict:
             raise CompileAfterWarmupError(f"{key} was not compiled ahead: compile it in the warm-up.")
-        start = time.perf_counter()
-        self._compile(key, self._lower(key), start)
+        self._lower_and_compile(key)
         self.num_late_compiles += 1
         # Where nothing is compiled ahead (the CPU default) the first use of each shape is meant to compile.
         level = logging.WARNING if self._is_warm else logging.INFO
@@ -184,6 +189,10 @@ class CompileCache:
             self._keep(key, found.program, found.workspace_bytes)
             self.load_seconds[key] = time.perf_counter() - start
         return found is not None
+
+    def _lower_and_compile(self, key: ProgramKey) -> None:
+        start = time.perf_counter()
+        self._compile(key, self._lower(key), start)
 
     def _compile(self, key: ProgramKey, lowered: jax.stages.Lowered, start: float) -> None:
         with _hits_of_jax_cache() as hits:

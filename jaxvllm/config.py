@@ -137,10 +137,7 @@ class EngineConfig:
 
     def core_process_environment(self, package_root: str | None) -> dict[str, str]:
         """The whole environment of the core's process; package_root is put in front of its import path."""
-        environment = os.environ | self.core_environment()
-        if package_root is not None:
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-        return environment
+        return os.environ | self.core_environment() | _import_path(package_root)
 
     def apply_core_environment(self, environ: MutableMapping[str, str] = os.environ) -> None:
         """For an engine in this process: set the variables here. Has no effect if a JAX backend runs already."""
@@ -366,6 +363,17 @@ def _thinking(reasoning_config: dict[str, Any] | None) -> tuple[str, str] | None
     if set(reasoning_config) != set(_REASONING_KEYS) or not all(isinstance(v, str) and v for v in values):
         raise ValueError(f"reasoning_config={reasoning_config!r} must hold the strings {_words(_REASONING_KEYS)}.")
     return (values[0], values[1])  # type: ignore[return-value]  # checked to be strings
+
+
+def lowering_environment(package_root: str | None) -> dict[str, str]:
+    """The whole environment of a process that lowers programs: it must not touch a GPU."""
+    return os.environ | {"JAX_PLATFORMS": "cpu"} | _import_path(package_root)
+
+
+def _import_path(package_root: str | None) -> dict[str, str]:
+    if package_root is None:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))}
 
 
 def _missing_in_environment(wanted: dict[str, str]) -> dict[str, str]:

@@ -1,8 +1,10 @@
 """The Executor: finds and loads the model, sizes the KV pool, plans steps and runs them."""
 
 import logging
+import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ from jaxvllm.attention_backend import choose_backend
 from jaxvllm.background import Background
 from jaxvllm.bucket_choice import choose_policy
 from jaxvllm.bucket_stats import BucketStats
-from jaxvllm.config import EngineConfig
+from jaxvllm.checkout import checkout_root
+from jaxvllm.config import EngineConfig, lowering_environment
 from jaxvllm.kv_cache import KVCacheSpec, free_device_bytes
 from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_shapes, param_specs, unstack_small
+from jaxvllm.lowering import LoweringProcesses, LoweringTask
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.model_runner import ModelRunner, RunnerConfig, StepHandle
 from jaxvllm.model_source import ModelSource, resolve
@@ -36,13 +40,21 @@ from scheduler.records import needs_dense_logprobs
 
 logger = logging.getLogger(__name__)
 
+MAX_LOWERING_PROCESSES = 8
+
 
 class DeviceExecutor:
-    """Runs one model on one device, or split over some. `initialize` does the slow part."""
+    """Runs one model on one device, or split over some. `initialize` does the slow part.
+
+    Attributes:
+      config: as given.
+      vocab_size: of the model, once it is initialized.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         """Remember the config; nothing is loaded yet."""
-        self._config = config
+        self.config = config
+        self.vocab_size = 0
         self._planner: Planner | None = None
         self._runner: ModelRunner | None = None
         self._buckets = BucketStats()
@@ -54,7 +66,7 @@ class DeviceExecutor:
           ValueError: the model cannot be served, or a request of max_model_len does not fit the pool.
           RuntimeError: JAX finds no device of the configured kind.
         """
-        config = self._config
+        config = self.config
         mesh = _mesh(config)
         source = resolve(
             config.model.model,
@@ -74,12 +86,20 @@ class DeviceExecutor:
         num_blocks = sizer.guess()
         with Background(lambda: _load(config, source, param_specs(model), mesh)) as weights:
             if config.compile.ahead:
-                num_blocks = _compile_ahead(runner, sizer, num_blocks, weights.check)
+                with _lowering_processes(config, model_config, runner.config) as lowering:
+                    num_blocks = _compile_ahead(runner, sizer, num_blocks, weights.check, lowering)
             runner.set_params(weights.result())
         log_pool(runner.config.kv_cache, runner.config.limits, num_blocks)
         runner.initialize_kv_cache(num_blocks)
         self._runner, self._planner = runner, Planner(runner.config.limits, policy, config.seed)
+        self.vocab_size = model_config.vocab_size
         return num_blocks
+
+    @property
+    def runner(self) -> ModelRunner:
+        """What runs the steps, for measurements."""
+        assert self._runner is not None, "initialize comes first"
+        return self._runner
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle | None:
         """Plan and dispatch a step without waiting for it; None if it holds no tokens."""
@@ -181,18 +201,39 @@ def _load(config: EngineConfig, source: ModelSource, specs: dict[str, ParamSpec]
     return unstack_small(params, specs) if config.device == "gpu" else {**params}
 
 
-def _compile_ahead(runner: ModelRunner, sizer: PoolSizer, num_blocks: int, check: Callable[[], None]) -> int:
+def _lowering_processes(
+    config: EngineConfig, model_config: ModelConfig, runner_config: RunnerConfig
+) -> AbstractContextManager[LoweringProcesses | None]:
+    """Processes that lower the steps of a GPU; none run before the first step has to be lowered."""
+    if config.device == "cpu" or runner_config.processors:  # custom processors need not exist in another process
+        return nullcontext()
+    # Neither a mesh nor a store can travel.
+    task = LoweringTask(
+        model_config, replace(runner_config, mesh=None, store=None), platform="cuda", unroll_layers=True
+    )
+    limit = max(1, min(MAX_LOWERING_PROCESSES, (os.cpu_count() or 1) // 2))
+    return closing(LoweringProcesses(task, lowering_environment(checkout_root()), limit))
+
+
+def _compile_ahead(
+    runner: ModelRunner,
+    sizer: PoolSizer,
+    num_blocks: int,
+    check: Callable[[], None],
+    lowering: LoweringProcesses | None,
+) -> int:
     """Load or compile all programs; returns the number of blocks that they are made for.
 
     Args:
       num_blocks: the first guess. The largest program says whether it stands; if not, all begin anew.
       check: called again and again; raises what makes going on useless.
+      lowering: lowers the steps; None: this process does.
     """
     start = time.perf_counter()
     runner.set_num_blocks(num_blocks)
     keys = runner.program_keys()
     with tqdm(desc="Preparing programs", total=len(keys), unit="program") as progress:
-        for key in runner.warm_up():
+        for key in runner.warm_up(lowering):
             check()
             progress.update()
             if key != sizer.largest:
@@ -211,4 +252,4 @@ def _compile_ahead(runner: ModelRunner, sizer: PoolSizer, num_blocks: int, check
                 len(programs.load_seconds),
             )
             return num_blocks
-    return _compile_ahead(runner, sizer, checked, check)
+    return _compile_ahead(runner, sizer, checked, check, lowering)

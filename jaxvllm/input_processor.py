@@ -213,6 +213,8 @@ class InputProcessor:
         complete = copy.copy(params)
         if params.top_k >= self._model.vocab_size:
             complete.top_k = 0  # off: it would choose among all, and need not fit the plan's int32
+        if params.structured_outputs is not None:
+            complete.structured_outputs = params.structured_outputs.with_json_text()
         complete.n, complete.seed, complete.max_tokens, complete.stop_token_ids = 1, seed, max_tokens, list(stop_ids)
         if complete.logprobs is not None:
             complete.logprobs = min(complete.logprobs, self._model.vocab_size)

@@ -60,6 +60,7 @@ HELP = {
     "jaxvllm:step_padding_tokens": "Tokens that a bucket was larger than its step.",
     "jaxvllm:step_padding_rows": "Rows that a bucket was larger than its step.",
     "jaxvllm:num_programs": "Compiled programs.",
+    "jaxvllm:num_loaded_programs": "Programs that an earlier start had compiled.",
     "jaxvllm:late_compiles": "Programs that were compiled while serving.",
     "jaxvllm:compile_seconds": "Time spent lowering and compiling.",
 }

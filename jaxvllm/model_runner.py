@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +17,14 @@ from jax.sharding import Mesh
 from jaxvllm.compile_cache import CompileCache, ProgramKey, SamplingStep, StoredPrograms, compiler_options
 from jaxvllm.device_state import DeviceState
 from jaxvllm.kv_cache import KVCacheSpec
+from jaxvllm.lowering import LoweringProcesses, import_step
 from jaxvllm.parallel import kv_cache_sharding, make_mesh, replicated
 from jaxvllm.program_store import ProgramStore, describe_devices, fingerprint
 from jaxvllm.sampling import LogitsProcessor
 from jaxvllm.step import (
     Model,
     Params,
+    StepFunction,
     admit_history_step,
     admit_lists_step,
     admit_step,
@@ -108,6 +111,7 @@ class ModelRunner:
         self._params = params
         self._param_shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params)
         self._num_blocks = 0
+        self._lowering: LoweringProcesses | None = None
         self.kv_cache: jax.Array | None = None
         self.device_state: DeviceState | None = None
         mesh = config.mesh or make_mesh(jax.devices())
@@ -119,6 +123,11 @@ class ModelRunner:
         self._devices = list(mesh.devices.flat)
         stored = config.store and StoredPrograms(config.store, self._fingerprint, self._devices)
         self.programs = CompileCache(self._lower, self._compiler_options, config.strict_compile, stored)
+
+    @property
+    def device_kind(self) -> str:
+        """What runs the steps, for tables."""
+        return self._devices[0].device_kind
 
     def param_bytes(self) -> int:
         """Bytes that the weights take on each device."""
@@ -163,10 +172,20 @@ class ModelRunner:
                 keys.append("dense_logprobs")
         return keys
 
-    def warm_up(self) -> Iterator[ProgramKey]:
-        """Compile all programs ahead, giving each key when it is ready. Without it they compile at first use."""
+    def warm_up(self, lowering: LoweringProcesses | None = None) -> Iterator[ProgramKey]:
+        """Compile all programs ahead, giving each key when it is ready. Without it they compile at first use.
+
+        Args:
+          lowering: lowers the steps; None: this process does.
+        """
         num_threads = min(self.config.num_compile_threads, os.cpu_count() or 1)
-        return self.programs.compile_all(self.program_keys(), num_threads)
+        self._lowering = lowering
+        try:
+            yield from self.programs.compile_all(
+                self.program_keys(), num_threads, lower_in_threads=lowering is not None
+            )
+        finally:
+            self._lowering = None
 
     def execute(self, plan: StepPlan) -> StepHandle:
         """Dispatch a step and return at once; plans must come in the order in which they were built."""
@@ -212,10 +231,8 @@ class ModelRunner:
         return {name: repr(part) for name, part in parts.items()}
 
     def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
-        if isinstance(key, BucketKey):
-            return self._lower_step(key, key, is_plain=self.config.splits_sampling)
-        if isinstance(key, SamplingStep):
-            return self._lower_step(key, key.bucket, is_plain=False)
+        if isinstance(key, BucketKey | SamplingStep):
+            return self._lower_step(key)
         if key in ("logprobs", "dense_logprobs"):
             return self._lower_logprobs(is_dense=key == "dense_logprobs")
         limits = self.config.limits
@@ -238,22 +255,30 @@ class ModelRunner:
     def _state_shapes(self) -> DeviceState:
         return DeviceState.shapes(self.config.limits, self._replicated, self._hidden)
 
-    def _lower_step(self, key: ProgramKey, bucket: BucketKey, *, is_plain: bool) -> jax.stages.Lowered:
+    def step_and_args(self, key: BucketKey | SamplingStep) -> tuple[StepFunction, tuple[Any, ...]]:
+        """The function of a step and the shapes of its arguments."""
         config = self.config
+        bucket = key.bucket if isinstance(key, SamplingStep) else key
+        is_plain = config.splits_sampling and not isinstance(key, SamplingStep)
         layout = PlanLayout.make(bucket, config.limits)
-        pool, pool_sharding = config.kv_cache, self._pool_sharding
-        kv_cache = jax.ShapeDtypeStruct(pool.shape(self._num_blocks), pool.dtype, sharding=pool_sharding)
+        pool = config.kv_cache
+        kv_cache = jax.ShapeDtypeStruct(pool.shape(self._num_blocks), pool.dtype, sharding=self._pool_sharding)
         step = make_step(
             self._bind, bucket, layout, config.backend, config.num_heads, config.processors, is_plain=is_plain
         )
+        return step, (self._param_shapes, kv_cache, self._state_shapes(), self._host_array(layout.size))
+
+    def _lower_step(self, key: BucketKey | SamplingStep) -> jax.stages.Lowered:
+        step, args = self.step_and_args(key)
+        if self._lowering is not None:
+            step = import_step(self._lowering.export(key, self._num_blocks))
         # The name in profiles and dumps. JAX's persistent cache knows less than our own of what makes a program another
         # one; by the name, the two agree.
-        step.__name__ = f"step_{bucket.kind}_T{bucket.T}_R{bucket.R}"
-        if config.store is not None:
+        step.__name__ = re.sub(r"\W+", "_", f"step_{key}").strip("_")
+        if self.config.store is not None:
             step.__name__ += f"_{self._fingerprint(key)[:8]}"
-        out_shardings = (self._replicated, pool_sharding, self._replicated)
-        jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
-        return jitted.lower(self._param_shapes, kv_cache, self._state_shapes(), self._host_array(layout.size))
+        out_shardings = (self._replicated, self._pool_sharding, self._replicated)
+        return jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(*args)
 
     def _host_array(self, *shape: int) -> jax.ShapeDtypeStruct:
         """An int32 array that comes from the host with every step."""

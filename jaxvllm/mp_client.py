@@ -5,17 +5,16 @@ import contextlib
 import os
 import shutil
 import signal
-import site
 import subprocess
 import sys
 import tempfile
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from jaxvllm import core_messages as messages
+from jaxvllm.checkout import checkout_root
 from jaxvllm.config import EngineConfig, log_level
 from jaxvllm.core_messages import (
     CoreFailure,
@@ -204,13 +203,11 @@ class MPClient:
 
 def _start_process(config: EngineConfig) -> subprocess.Popen:
     """Start the core's interpreter. It reads CoreStart from the pipe, whose end is also the order to end."""
-    root = str(Path(__file__).resolve().parent.parent)
-    is_installed = root in site.getsitepackages()  # else a checkout: the child must find the same code
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "jaxvllm.core"],
         stdin=subprocess.PIPE,
         stdout=2,  # what a library prints there must not mix with the caller's output
-        env=config.core_process_environment(None if is_installed else root),
+        env=config.core_process_environment(checkout_root()),
         start_new_session=True,  # a terminal's Ctrl-C reaches the front end alone
     )
 

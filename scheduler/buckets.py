@@ -15,6 +15,8 @@ StepKind = Literal["decode", "mixed"]
 
 DEFAULT_MAX_PROGRAMS = 24
 FEW_REQS = 32  # a mixed step of a few long prompts should not pay for max_num_seqs rows of logits
+SOME_REQS = 256  # rows of the finer line of geometric
+ROW_COST_TOKENS = 0.5  # what a row of logits and sampling costs, in tokens; of Qwen3-0.6B
 # Below this, the weights' bytes bound a mixed step and rows of logits are nearly free: one R is enough.
 MIN_TOKENS_FOR_FEW_REQS = 512
 MIN_MIXED_TOKENS = 16
@@ -61,7 +63,8 @@ class BucketPolicy:
       name: of the strategy, for logs and tables.
       max_num_seqs, max_num_batched_tokens: the limits that it covers.
       decode_sizes: ascending T (= R) of decode steps; empty: decode steps run in a mixed bucket.
-      mixed_sizes: ascending (T, R), at least one R for each T; the last R of a T is min(T, max_num_seqs).
+      mixed_sizes: ascending (T, R); the last one covers both limits.
+      row_cost_tokens: what a row costs, in tokens; a mixed step runs in the bucket that costs the least by it.
 
     Raises:
       ValueError: sizes are not ascending, or some legal step has no bucket.
@@ -72,6 +75,7 @@ class BucketPolicy:
     max_num_batched_tokens: int
     decode_sizes: tuple[int, ...]
     mixed_sizes: tuple[tuple[int, int], ...]
+    row_cost_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         for sizes in (self.decode_sizes, self.mixed_sizes):
@@ -88,9 +92,12 @@ class BucketPolicy:
                 f"the largest decode bucket {self.decode_sizes[-1]} must hold max_num_seqs={self.max_num_seqs}: "
                 "add a larger size or lower max_num_seqs."
             )
-        for T, R in dict(self.mixed_sizes).items():  # dict keeps the last, largest R of each T
-            if min(T, self.max_num_seqs) != R:
-                raise ValueError(f"mixed bucket T={T} needs an R of min(T, max_num_seqs)={min(T, self.max_num_seqs)}.")
+        num_rows = min(largest[0], self.max_num_seqs)
+        if largest[1] < num_rows:
+            raise ValueError(f"the largest mixed bucket {largest} must have {num_rows} rows, for max_num_seqs.")
+        for T, R in self.mixed_sizes:
+            if not 1 <= R <= T:
+                raise ValueError(f"mixed bucket (T={T}, R={R}) must have 1 to T rows.")
 
     def select(self, kind: StepKind, num_tokens: int, num_reqs: int) -> BucketKey:
         """The smallest bucket for a step.
@@ -106,8 +113,8 @@ class BucketPolicy:
         if kind == "decode" and self.decode_sizes:
             size = self.decode_sizes[bisect_left(self.decode_sizes, num_tokens)]
             return BucketKey("decode", size, size)
-        T = self.mixed_sizes[bisect_left(self.mixed_sizes, (num_tokens, 0))][0]
-        return BucketKey("mixed", *self.mixed_sizes[bisect_left(self.mixed_sizes, (T, num_reqs))])
+        fitting = (size for size in self.mixed_sizes if size[0] >= num_tokens and size[1] >= num_reqs)
+        return BucketKey("mixed", *min(fitting, key=lambda size: (size[0] + self.row_cost_tokens * size[1], size)))
 
     def keys(self) -> list[BucketKey]:
         """All buckets, always in the same order: largest first, so that the slowest compile starts first."""
@@ -141,8 +148,9 @@ class BucketPolicy:
         decode = {min(size, max_num_seqs) for size in self.decode_sizes}
         mixed = {(min(T, max_num_batched_tokens), min(R, max_num_seqs)) for T, R in self.mixed_sizes}
         return BucketPolicy(
-            self.name, max_num_seqs, max_num_batched_tokens, tuple(sorted(decode)), tuple(sorted(mixed))
-        )
+            self.name, max_num_seqs, max_num_batched_tokens, tuple(sorted(decode)), tuple(sorted(mixed)),
+            self.row_cost_tokens,
+        )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
         """Write the policy as JSON."""
@@ -208,6 +216,39 @@ def powers_of_two(
             raise ValueError(f"{max_programs=} is too small: {len(decode)} decode sizes and a mixed size are needed.")
     return BucketPolicy(
         "powers_of_two", max_num_seqs, max_num_batched_tokens, tuple(decode), _mixed_sizes(tokens, max_num_seqs)
+    )
+
+
+def geometric(
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_programs: int = DEFAULT_MAX_PROGRAMS,
+    min_decode_size: int = 1,
+    min_mixed_size: int = MIN_MIXED_TOKENS,
+) -> BucketPolicy:
+    """Two lines of mixed sizes: powers of two with rows for all, and for up to SOME_REQS requests what is left of the
+    budget, each size larger than the one before by the same factor. Decode sizes double.
+
+    Mixed steps cost in proportion to their tokens and mostly have few requests, so that is where programs pay.
+
+    Args:
+      min_decode_size, min_mixed_size: see powers_of_two.
+
+    Raises:
+      ValueError: max_programs is too small even for powers of two.
+    """
+    base = powers_of_two(max_num_seqs, max_num_batched_tokens, max_programs, min_decode_size, min_mixed_size)
+    rows = min(SOME_REQS, max_num_seqs)
+    smallest = base.mixed_sizes[0][0]
+    # Where all rows are as few as some, one line serves both.
+    many = {(T, min(T, max_num_seqs)) for T, _ in base.mixed_sizes if max_num_seqs <= T and rows < max_num_seqs}
+    many.add((max_num_batched_tokens, min(max_num_batched_tokens, max_num_seqs)))
+    num_few = max_programs - len(base.decode_sizes) - len(many)
+    factor = (max_num_batched_tokens / smallest) ** (1 / max(num_few, 1))
+    tokens = {min(-(-int(smallest * factor**i) // 32) * 32, max_num_batched_tokens) for i in range(num_few)}
+    few = {(T, min(T, rows)) for T in tokens if max_num_batched_tokens > T}
+    return BucketPolicy(
+        "geometric", max_num_seqs, max_num_batched_tokens, base.decode_sizes, tuple(sorted(many | few)), ROW_COST_TOKENS
     )
 
 

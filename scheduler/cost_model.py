@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ class StepSample(NamedTuple):
     ms: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CostModel:
     """Step times by bucket. A bucket that was not measured lies on the line between its neighbours of the same kind.
 
@@ -49,18 +50,34 @@ class CostModel:
         filled = {key: self._interpolate(key) if ms is None else ms for key, ms in table.items()}
         return CostModel({**self.bucket_ms, **filled}, self.ms_per_context_token)
 
+    @cached_property
+    def _ms_per_row(self) -> dict[str, float]:
+        """Kind -> what a row costs beyond its token: from buckets of one T that differ in R; 0 if there are none."""
+        result = {}
+        for kind in {key.kind for key in self.bucket_ms}:
+            ends: dict[int, list[tuple[int, float]]] = {}
+            for key, ms in self.bucket_ms.items():
+                if key.kind == kind:
+                    ends.setdefault(key.T, []).append((key.R, ms))
+            pairs = [(min(points), max(points)) for points in ends.values() if len(points) > 1]
+            slopes = [(high[1] - low[1]) / (high[0] - low[0]) for low, high in pairs]
+            result[kind] = max(float(np.median(slopes)), 0.0) if slopes else 0.0
+        return result
+
     def _interpolate(self, key: BucketKey) -> float:
-        points: dict[int, float] = {}
+        per_row = self._ms_per_row.get(key.kind, 0.0)
+        points: dict[int, tuple[int, float]] = {}
         for other, ms in self.bucket_ms.items():
             if other.kind == key.kind:
-                points[other.T] = max(ms, points.get(other.T, 0.0))  # of several R, the most rows
+                points[other.T] = max(points.get(other.T, (0, 0.0)), (other.R, ms))  # of several R, the most rows
         if not points:
             raise ValueError(f"no step of kind {key.kind!r} was measured, so {key} has no time; measure one.")
         sizes = sorted(points)
+        tokens_ms = [points[size][1] - per_row * points[size][0] for size in sizes]
         largest = sizes[-1]
         if largest < key.T:
-            return points[largest] * key.T / largest
-        return float(np.interp(key.T, sizes, [points[size] for size in sizes]))
+            return tokens_ms[-1] * key.T / largest + per_row * key.R
+        return float(np.interp(key.T, sizes, tokens_ms)) + per_row * key.R
 
 
 def fit(samples: Iterable[StepSample]) -> CostModel:

@@ -6,6 +6,8 @@ from typing import Any
 
 from scheduler.structured_outputs import checked_keys
 
+MAX_SIZE = 2**31 - 1  # no text is longer
+
 
 @dataclass(slots=True)
 class RepetitionDetectionParams:
@@ -27,8 +29,8 @@ class RepetitionDetectionParams:
     def __post_init__(self) -> None:
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"repetition_detection: {name}={value!r} must be an integer of at least 0.")
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SIZE:
+                raise ValueError(f"repetition_detection: {name}={value!r} must be an integer in [0, {MAX_SIZE}].")
         if self.min_pattern_size > self.max_pattern_size:
             raise ValueError(
                 f"repetition_detection: min_pattern_size={self.min_pattern_size} must not exceed "

@@ -47,6 +47,7 @@ class SimulationReport:
       inter_token_s: between consecutive tokens of a request, one a token but the first.
       queue_s: from arrival to the first scheduled token, one a request.
       bucket_steps: how often each program ran.
+      step_shapes: how often each real size of a step occurred.
     """
 
     policy: str
@@ -63,8 +64,15 @@ class SimulationReport:
     queue_s: np.ndarray
     padding: PaddingWaste
     bucket_steps: dict[BucketKey, int]
+    step_shapes: dict[StepShape, int]
     stats: SchedulerStats
     timeline: Timeline
+
+    @property
+    def mean_running(self) -> float:
+        """Requests that ran at once, by Little's law: time spent running over time in all."""
+        seconds = self.ttft_s.sum() - self.queue_s.sum() + self.inter_token_s.sum()
+        return float(seconds) / max(self.duration_s, 1e-9)
 
     def rows(self) -> dict[str, str]:
         """The report as words and figures, in the order of a table."""
@@ -262,6 +270,7 @@ class Simulation:
             queue_s=np.array(self._calls.queue_s),
             padding=self._policy.padding_waste(shape for shape, count in self._shapes.items() for _ in range(count)),
             bucket_steps=bucket_steps,
+            step_shapes=self._shapes,
             stats=self.scheduler.make_stats(),
             timeline=self._timeline,
         )

@@ -1,6 +1,7 @@
 """StructuredOutputsParams: the form that a request's text must have, with vLLM's names."""
 
-from dataclasses import dataclass, fields
+import json
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -72,6 +73,10 @@ class StructuredOutputsParams:
     def kind(self) -> str:
         """The name of the field that is set."""
         return next(name for name in KINDS if getattr(self, name) is not None)
+
+    def with_json_text(self) -> "StructuredOutputsParams":
+        """The same with the schema as text: whatever keys and numbers it has, a message can carry it."""
+        return replace(self, json=json.dumps(self.json)) if isinstance(self.json, dict) else self
 
     @classmethod
     def of(cls, value: Any) -> "StructuredOutputsParams":

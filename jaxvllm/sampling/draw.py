@@ -32,22 +32,22 @@ def greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def choose(logits: jax.Array, rows: SamplingRows, num_groups: int = NUM_GROUPS) -> jax.Array:
+def choose(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """One token id a row, i32[R], from f32[R, V] processed logits."""
     is_random = ~rows.is_greedy & rows.needs_sample
-    return lax.cond(jnp.any(is_random), lambda logits: _draw(logits, rows, num_groups), greedy, logits)
+    return lax.cond(jnp.any(is_random), lambda logits: _draw(logits, rows), greedy, logits)
 
 
-def _draw(logits: jax.Array, rows: SamplingRows, num_groups: int) -> jax.Array:
+def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     logits = logits / jnp.where(rows.is_greedy, 1.0, rows.floats(RecordField.TEMPERATURE))[:, None]
-    if not has_groups(logits.shape[1], num_groups):
+    if not has_groups(logits.shape[1], NUM_GROUPS):
         return _draw_among_all(logits, rows)
     top_k = rows.ints(RecordField.TOP_K)
-    is_narrow = ((top_k > 0) & (top_k < num_groups)) | (rows.floats(RecordField.TOP_P) < 1)
+    is_narrow = ((top_k > 0) & (top_k < NUM_GROUPS)) | (rows.floats(RecordField.TOP_P) < 1)
     is_narrow |= (rows.floats(RecordField.MIN_P) > 0) | rows.is_greedy | ~rows.needs_sample
     nothing = jnp.zeros_like(rows.seq_lens), jnp.zeros_like(is_narrow)
     ids, is_certain = lax.cond(
-        jnp.all(is_narrow), lambda logits: _draw_among_best(logits, rows, num_groups), lambda _: nothing, logits
+        jnp.all(is_narrow), lambda logits: _draw_among_best(logits, rows), lambda _: nothing, logits
     )
     return lax.cond(
         jnp.all(is_certain | ~rows.needs_sample), lambda _: ids, lambda logits: _draw_among_all(logits, rows), logits
@@ -61,9 +61,9 @@ def _draw_among_all(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     return jnp.where(rows.is_greedy, greedy(logits), drawn).astype(jnp.int32)
 
 
-def _draw_among_best(logits: jax.Array, rows: SamplingRows, num_groups: int) -> tuple[jax.Array, jax.Array]:
+def _draw_among_best(logits: jax.Array, rows: SamplingRows) -> tuple[jax.Array, jax.Array]:
     """The token ids, and for which rows the filters provably keep candidates only; i32[R], bool[R]."""
-    best = best_groups(logits, num_groups)
+    best = best_groups(logits, NUM_GROUPS)
     threshold, is_certain = _candidate_threshold(logits, best, rows)
     is_kept = ordered_bits(best.values) >= threshold[:, None]
     scores = jnp.where(is_kept, best.values + gumbel_noise(rows, best.ids), -jnp.inf)

@@ -1,6 +1,7 @@
 """From StructuredOutputsParams to the text that llguidance compiles, and the check of it at submission."""
 
 import json
+import re
 from collections.abc import Set
 from typing import Any
 
@@ -10,7 +11,10 @@ from tokenizers import Tokenizer
 from jaxvllm.structured_output.structural_tag import structural_tag_to_lark
 from scheduler.structured_outputs import StructuredOutputsParams
 
+MAX_CONSTRAINT_CHARS = 1 << 18  # an object of 10,000 properties, a little more, takes 9 s to check and 20 to compile
 _MAX_SHOWN = 200  # characters of a caller's schema in a message
+_NOT_LITERAL = re.compile(r"([!-/:;=?@\[-`{-~])")  # ASCII punctuation but for < and >, which have no escape
+_ESCAPED = r"\\\1"
 
 
 def special_texts(tokenizer: Tokenizer) -> frozenset[str]:
@@ -27,7 +31,12 @@ def check(params: StructuredOutputsParams, special: Set[str]) -> None:
 
     Raises: ValueError: what is wrong with it.
     """
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(to_llguidance(params, special))
+    given = getattr(params, params.kind)
+    if isinstance(given, str):
+        _check_length(params, given)
+    grammar = to_llguidance(params, special)
+    _check_length(params, grammar)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
         raise _refusal(params, messages[0])
 
@@ -50,13 +59,21 @@ def to_llguidance(params: StructuredOutputsParams, special: Set[str]) -> str:
         if kind == "regex":
             return LLMatcher.grammar_from_regex(value)
         if kind == "choice":
-            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
-            return LLMatcher.grammar_from_lark(f"start: {texts}")
+            # Not as alternatives of a grammar: with 10,000 of them its first mask takes 0.17 s.
+            return LLMatcher.grammar_from_regex(f"({'|'.join(_NOT_LITERAL.sub(_ESCAPED, text) for text in value)})")
         if kind == "grammar":
             return grammar_from("grammar", value)  # reads Lark, EBNF and GBNF
         return LLMatcher.grammar_from_lark(structural_tag_to_lark(json.loads(value), special))
     except (ValueError, TypeError, RecursionError) as error:
         raise _refusal(params, str(error)) from error
+
+
+def _check_length(params: StructuredOutputsParams, text: str) -> None:
+    if len(text) > MAX_CONSTRAINT_CHARS:
+        raise ValueError(
+            f"structured_outputs: {params.kind} makes {len(text)} characters; at most {MAX_CONSTRAINT_CHARS} are "
+            "compiled: shorten it."
+        )
 
 
 def _from_schema(params: StructuredOutputsParams, schema: Any) -> str:

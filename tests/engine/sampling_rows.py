@@ -1,5 +1,7 @@
 """SamplingRows made by hand, as admissions would leave them."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,8 +32,10 @@ def make_rows(
     limits = BatchLimits(n + 2, int(seq_lens.max()) + 1, 16, 0, processors)
     made = [SamplingRecord.make(p, length, eos, p.seed or 0, limits) for p, length in zip(params, prompts, strict=True)]
     rows = np.arange(n)[::-1] + 1
-    token_ids = np.full((n + 2, limits.max_model_len), 7, np.int32)  # garbage where nothing was written
-    lists = np.full((n + 2, list_width(limits.num_processor_params)), 3, np.int32)
+    # Garbage where nothing was written; one row where nobody may look.
+    token_ids = np.full((n + 2 if histories else 1, limits.max_model_len), 7, np.int32)
+    has_lists = any(record.token_lists is not None for record in made)
+    lists = np.full((n + 2 if has_lists else 1, list_width(limits.num_processor_params)), 3, np.int32)
     for row, record, history in zip(rows, made, histories or [None] * n, strict=True):
         if record.token_lists is not None:
             lists[row] = record.token_lists
@@ -45,4 +49,16 @@ def make_rows(
         token_ids=jnp.asarray(token_ids),
         token_lists=jnp.asarray(lists),
         grammar_masks=jnp.zeros((n + 2, 0), jnp.int32),
+    )
+
+
+def repeat_row(params: SamplingParams, num_rows: int) -> SamplingRows:
+    """The same request num_rows times, at output index 0, 1, 2, ..."""
+    one = make_rows([params])
+    return replace(
+        one,
+        records=jnp.broadcast_to(one.records, (num_rows, one.records.shape[1])),
+        seq_lens=jnp.arange(num_rows, dtype=jnp.int32) + PROMPT_LENGTH,
+        needs_sample=jnp.ones(num_rows, bool),
+        rows=jnp.zeros(num_rows, jnp.int32),
     )

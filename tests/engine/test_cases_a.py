@@ -10,7 +10,11 @@ import pytest
 
 from tests.engine.tiny_core import VOCAB_SIZE, TinyCore, ids, solo
 
-SAMPLINGS = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 11}]
+SAMPLINGS = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 11},
+    {"temperature": 0.8, "seed": 11, "repetition_penalty": 1.3, "logprobs": 2},
+]
 both_modes = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 
 
@@ -88,7 +92,7 @@ def test_a06_aborts_at_awkward_times_cost_no_other_request(async_scheduling: boo
 
 @both_modes
 @pytest.mark.parametrize("caching", [False, True], ids=["uncached", "cached"])
-@pytest.mark.parametrize("params", SAMPLINGS, ids=["greedy", "seeded"])
+@pytest.mark.parametrize("params", SAMPLINGS, ids=["greedy", "seeded", "penalised"])
 def test_a07_a_preempted_request_gives_its_solo_ids(params: dict, caching: bool, async_scheduling: bool):
     core = TinyCore(usable_blocks=8, caching=caching, max_num_batched_tokens=32, async_scheduling=async_scheduling)
     prompts = {"p": ids(48), "q": ids(48, seed=1)}
@@ -98,6 +102,8 @@ def test_a07_a_preempted_request_gives_its_solo_ids(params: dict, caching: bool,
     assert core.num_preemptions >= 1
     for name, prompt in prompts.items():
         assert ended[name] == (solo(prompt, max_tokens=40, **params), "length")
+        if "logprobs" in params:
+            assert [position.token_ids[0] for position in core.logprobs[name]] == ended[name][0]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["lo", "hi", "mid"])), ids="-".join)
@@ -121,6 +127,7 @@ def a16_requests() -> dict[str, tuple[list[int], dict]]:
         params = {"max_tokens": (1, 2, 15, 16, 17, 30)[(index + index // 6) % 6]}
         if index % 2:
             params |= {"temperature": 0.8, "seed": index, "stop_token_ids": rng.sample(range(VOCAB_SIZE), 9)}
+            params |= {"repetition_penalty": 1.2, "frequency_penalty": 0.5}
         requests[f"r{index}"] = ids(prompt_length, seed=index), params
     return requests
 

@@ -18,19 +18,21 @@ from tests.engine.tokenizers_fixture import EOS, TAG, k_bytes, k_sp
 T_SUCC = T_TINY | {"hidden_size": 272, "num_hidden_layers": 1}
 COMPASS_PLANE = [259, 32, 261, 167, 173, 226, 156, 136, 239, 184, 143, 120]
 ENGINE = {
-    "device": "cpu", "multiprocess": False, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 320,
+    "device": "cpu", "multiprocess": False, "max_num_batched_tokens": 16, "max_model_len": 320,
     "kv_cache_memory_bytes": 1 << 23,
 }  # fmt: skip
 
 
-def make_engine(folder: Path, config: dict, next_ids: dict[int, int], tokenizer: Tokenizer, eos: str) -> LLMEngine:
-    """T-succ, but for ids whose next one is given."""
+def make_engine(
+    folder: Path, config: dict, next_ids: dict[int, int], tokenizer: Tokenizer, eos: str, max_num_seqs: int = 1
+) -> LLMEngine:
+    """T-succ, but for ids whose next one is given; one request at a time needs two programs only."""
     tensors = successor_tensors(config)
     for token_id, next_id in next_ids.items():
         tensors["lm_head.weight"][:, token_id] = np.eye(config["vocab_size"], dtype=np.float32)[next_id]
     write_folder(folder, config, tensors, eos=eos)
     tokenizer.save(str(folder / "tokenizer.json"))
-    return LLMEngine.from_engine_args(EngineArgs(folder, **ENGINE))
+    return LLMEngine.from_engine_args(EngineArgs(folder, max_num_seqs=max_num_seqs, **ENGINE))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def test_b03_a_byte_that_turns_text_invalid_ends_nobodys_request(tmp_path):
     chain = [262, 229, 133, 175, 131, 263]  # a, the three bytes of the euro sign, a stray byte, b
     config = T_SUCC | {"vocab_size": 269, "eos_token_id": 2}
     follows = dict(zip([265, *chain[:-1]], chain, strict=True)) | {263: 2, 268: 264}
-    engine = make_engine(tmp_path, config, follows, k_sp(), "</s>")
+    engine = make_engine(tmp_path, config, follows, k_sp(), "</s>", max_num_seqs=4)
     neighbours = [([266], {"max_tokens": 8}), ([264], {"max_tokens": 8}), ([267], {"max_tokens": 8})]
     alone = [answer(engine, request)[0] for request in neighbours]
     bad, *beside = answer(engine, ([265], {"max_tokens": 20}), *neighbours)

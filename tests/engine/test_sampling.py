@@ -1,12 +1,16 @@
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxvllm.sampling import draw as draw_module
 from jaxvllm.sampling import gumbel_noise, kept_tokens, sample
 from scheduler.records import RecordField
 from scheduler.sampling_params import SamplingParams
-from tests.engine.sampling_rows import make_rows
+from tests.engine.sampling_rows import make_rows, repeat_row
 
 V = 257
 
@@ -79,7 +83,7 @@ def test_draws_have_the_probabilities_of_the_kept_tokens():
     draw = jax.jit(lambda logits, rows: sample(logits, rows)[0])
     for p in ({}, {"temperature": 0.6, "top_k": 6}, {"top_p": 0.8, "min_p": 0.05, "temperature": 1.7}):
         params = SamplingParams(seed=12345, **p)
-        rows = make_rows([params] * num_draws, np.arange(num_draws))
+        rows = repeat_row(params, num_draws)
         ids = np.asarray(draw(jnp.broadcast_to(logits, (num_draws, len(logits))), rows))
         _, probs = reference(logits, params)
         counts = np.bincount(ids, minlength=len(logits))
@@ -89,21 +93,31 @@ def test_draws_have_the_probabilities_of_the_kept_tokens():
         assert chi_square < 30, (p, chi_square)  # at most 10 degrees of freedom: exceeded once in 1000 sets of draws
 
 
-def test_a_draw_depends_on_the_row_s_own_logits_seed_and_index_only():
-    params = mixed_params()
+@pytest.mark.parametrize("num_groups", [128, 2], ids=["all tokens", "best groups"])
+def test_a_row_s_token_is_the_same_in_100_random_batches(num_groups, monkeypatch):
+    """Same logits, history, parameters, seed and output index: other requests, row and bucket do not matter."""
+    monkeypatch.setattr(draw_module, "NUM_GROUPS", num_groups)
+    rng = np.random.default_rng(5)
+    params = [*mixed_params(), *(SamplingParams(seed=90 + i, repetition_penalty=1.3, top_k=9) for i in range(4))]
+    params += [SamplingParams(temperature=0.0, presence_penalty=1.0, logit_bias={3: 5.0}, logprobs=2)]
     n = len(params)
-    logits = mixed_logits(n, 0.0)
+    logits = mixed_logits(n, 0.5)
+    histories = [(rng.integers(0, V, 10).tolist(), rng.integers(0, V, i % 7).tolist()) for i in range(n)]
+    logits[::5] = logits[::5][:, ::-1]
     draw = jax.jit(lambda logits, rows: sample(logits, rows)[0])
-    ids = np.asarray(draw(jnp.asarray(logits), make_rows(params, np.arange(n))))
-    order = np.random.default_rng(5).permutation(n)
-    shuffled = draw(jnp.asarray(logits[order]), make_rows([params[i] for i in order], order))
-    assert np.array_equal(ids[order], shuffled)
-    for size in (1, 13):
-        for first in (0, 17, n - size):
-            part = slice(first, first + size)
-            alone = draw(jnp.asarray(logits[part]), make_rows(params[part], np.arange(n)[part]))
-            assert np.array_equal(ids[part], alone), (size, first)
-    assert ids[6] == logits[6].argmax()
+    whole = make_rows(params, histories=histories)
+    expected = np.asarray(draw(jnp.asarray(logits), whole))
+    for size, num_mixes in ((n, 50), (5, 50)):
+        for _ in range(num_mixes):
+            chosen = rng.permutation(n)[:size]
+            pick = partial(jnp.take, indices=jnp.asarray(chosen), axis=0)
+            needs = rng.random(size) < 0.8
+            rows = replace(
+                whole, records=pick(whole.records), seq_lens=pick(whole.seq_lens), rows=pick(whole.rows),
+                needs_sample=jnp.asarray(needs),
+            )  # fmt: skip
+            got = np.asarray(draw(jnp.asarray(logits[chosen]), rows))
+            assert np.array_equal(got[needs], expected[chosen][needs]), (size, chosen)
 
 
 def test_noise_changes_with_either_word_of_the_seed_and_with_the_index():

@@ -13,12 +13,13 @@ from jaxvllm.model_runner import ModelRunner, StepHandle
 from scheduler.batch import BatchLimits
 from scheduler.buckets import explicit
 from scheduler.config import SchedulerConfig
-from scheduler.outputs import SchedulerOutput
+from scheduler.outputs import SchedulerOutput, TokenLogprobs
 from scheduler.plan import PlanLayout, Planner, StepPlan
 from scheduler.sampling_params import SamplingParams
 from tests.engine import tiny_llama
+from tests.engine.logits_processors import favour
 
-LIMITS = BatchLimits(max_num_seqs=16, max_model_len=256, block_size=16, vocab_size=264)
+LIMITS = BatchLimits(max_num_seqs=16, max_model_len=256, block_size=16, vocab_size=264, processors=(("favour", 2),))
 POLICY = explicit(16, 64, [16], [64])
 NUM_BLOCKS = 65  # of the device's pool; an engine with fewer is told less
 EXECUTOR = "tests.engine.tiny_core:make_executor"
@@ -29,7 +30,9 @@ Ended = dict[str, tuple[list[int], str]]  # request id -> output ids, finish rea
 
 @functools.cache
 def shared_runner() -> ModelRunner:
-    return tiny_llama.make_runner(LIMITS, POLICY, NUM_BLOCKS)
+    return tiny_llama.make_runner(
+        LIMITS, POLICY, NUM_BLOCKS, hidden_size=64, has_dense_logprobs=True, processors=(favour,)
+    )
 
 
 class TinyExecutor:
@@ -84,6 +87,7 @@ class TinyCore:
         self.tokens: dict[str, list[int]] = {}
         self.ended: Ended = {}
         self.num_cached_tokens: dict[str, int] = {}
+        self.logprobs: dict[str, list[TokenLogprobs]] = {}
 
     def add(self, request_id: str, prompt: list[int], priority: int = 0, arrival: float = 0.0, **params) -> None:
         self.core.add_request(
@@ -99,6 +103,8 @@ class TinyCore:
         for request_id, token_id in zip(outputs.request_ids, outputs.new_token_ids, strict=True):
             assert request_id not in self.ended, "a token after the end"
             self.tokens.setdefault(request_id, []).append(token_id)
+        for request_id, logprobs in outputs.logprobs.items():
+            self.logprobs.setdefault(request_id, []).append(logprobs)
         self.num_cached_tokens |= outputs.num_cached_tokens
         for request_id, end in outputs.finished.items():
             assert request_id not in self.ended, "two ends"

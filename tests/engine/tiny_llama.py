@@ -22,7 +22,7 @@ CONFIG = ModelConfig.from_hf(
 )  # fmt: skip
 
 
-def make_runner(limits: BatchLimits, policy: BucketPolicy, num_blocks: int) -> ModelRunner:
+def make_runner(limits: BatchLimits, policy: BucketPolicy, num_blocks: int, **options) -> ModelRunner:
     rng = np.random.default_rng(0)
     model = get_model_class(CONFIG.architecture)(CONFIG)
 
@@ -33,7 +33,7 @@ def make_runner(limits: BatchLimits, policy: BucketPolicy, num_blocks: int) -> M
     params = {name: draw(spec) for name, spec in param_specs(model).items()}
     spec = KVCacheSpec(2, 2, 16, limits.block_size, jnp.dtype(jnp.float32))
     runner = ModelRunner(
-        lambda traced: bind(model, traced), params, RunnerConfig(limits, policy, spec, CONFIG.num_heads)
+        lambda traced: bind(model, traced), params, RunnerConfig(limits, policy, spec, CONFIG.num_heads, **options)
     )
     runner.initialize_kv_cache(num_blocks)
     return runner

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxvllm import Engine, SamplingParams
+from jaxvllm.metrics import HELP
 from tests.engine.tokenizers_fixture import k_bytes
 from tests.parity.tiny_models import TinyModel, tiny_model
 
@@ -68,6 +69,7 @@ def test_greedy_ids_equal_those_of_transformers_under_pressure(tiny, folder, asy
     again = [engine.generate(TWIN, PARAMS, use_tqdm=False)[0] for _ in range(2)]
     assert [output.outputs[0].token_ids for output in again] == [answers[0]] * 2
     assert again[1].num_cached_tokens == BLOCK_SIZE
+    assert {metric.name for metric in engine.get_metrics()} <= HELP.keys()
     metrics = {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
     assert metrics["vllm:num_preemptions"] >= 3
     assert metrics["vllm:prefix_cache_hits"] >= 5 * BLOCK_SIZE

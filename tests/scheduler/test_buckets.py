@@ -5,6 +5,7 @@ from scheduler.buckets import (
     BucketPolicy,
     StepShape,
     explicit,
+    geometric,
     linear,
     load_policy,
     one_shape,
@@ -16,11 +17,12 @@ LIMITS = [(1, 1), (16, 512), (7, 100), (256, 16384), (1024, 16384)]
 
 def all_policies(seqs: int, tokens: int) -> list[BucketPolicy]:
     explicit_policy = explicit(seqs, tokens, [1, seqs], [min(37, tokens), tokens])
-    return [powers_of_two(seqs, tokens), linear(seqs, tokens), explicit_policy, one_shape(seqs, tokens)]
+    made = [powers_of_two(seqs, tokens), linear(seqs, tokens), explicit_policy, one_shape(seqs, tokens)]
+    return [*made, geometric(seqs, tokens)]
 
 
 @pytest.mark.parametrize(("seqs", "tokens"), LIMITS)
-def test_every_legal_step_gets_the_smallest_bucket_that_holds_it(seqs, tokens):
+def test_every_legal_step_gets_the_cheapest_bucket_that_holds_it(seqs, tokens):
     for policy in all_policies(seqs, tokens):
         keys = policy.keys()
         assert len(set(keys)) == len(keys)
@@ -31,7 +33,7 @@ def test_every_legal_step_gets_the_smallest_bucket_that_holds_it(seqs, tokens):
                 key = policy.select("mixed", num_tokens, num_reqs)
                 assert key in keys and num_tokens <= key.T and num_reqs <= key.R and key.R <= key.T
                 fitting = [k for k in keys if k.kind == "mixed" and num_tokens <= k.T and num_reqs <= k.R]
-                assert key == min(fitting)
+                assert key == min(fitting, key=lambda k: (k.T + policy.row_cost_tokens * k.R, k))
             if num_tokens <= seqs:
                 key = policy.select("decode", num_tokens, num_tokens)
                 assert key in keys and num_tokens <= key.T and (key.kind == "mixed" or key.R == key.T)
@@ -41,6 +43,7 @@ def test_every_legal_step_gets_the_smallest_bucket_that_holds_it(seqs, tokens):
 def test_default_policies_need_at_most_24_programs_on_a_gpu_and_few_on_a_cpu(seqs):
     assert len(powers_of_two(seqs, 16384).keys()) <= 24
     assert len(linear(seqs, 16384).keys()) <= 24
+    assert len(geometric(seqs, 16384, min_decode_size=8, min_mixed_size=256).keys()) <= 24
     assert len(one_shape(seqs, 16384).keys()) == 1
     assert len(powers_of_two(16, 512).keys()) == 11
 
@@ -58,7 +61,7 @@ def test_sizes_that_do_not_cover_the_limits_are_refused():
         explicit(16, 512, [16], [64, 256])
     with pytest.raises(ValueError, match="max_num_seqs=16"):
         explicit(16, 512, [8], [512])
-    with pytest.raises(ValueError, match="min\\(T, max_num_seqs\\)=16"):
+    with pytest.raises(ValueError, match="must have 16 rows, for max_num_seqs"):
         BucketPolicy("hand", 16, 512, (16,), ((512, 4),))
     with pytest.raises(ValueError, match="ascending"):
         BucketPolicy("hand", 16, 512, (16, 4), ((512, 16),))
@@ -89,3 +92,29 @@ def test_keys_come_in_a_fixed_order_largest_first():
         BucketKey("decode", 4, 4),
         BucketKey("decode", 1, 1),
     ]
+
+
+def test_geometric_wastes_half_of_what_powers_of_two_do_where_few_requests_run():
+    steps = [StepShape("mixed", tokens, 60) for tokens in range(300, 16000, 37)]
+    sizes = {"min_decode_size": 8, "min_mixed_size": 256}
+    waste = {
+        p.name: p.padding_waste(steps).tokens for p in (f(1024, 16384, **sizes) for f in (powers_of_two, geometric))
+    }
+    assert waste["geometric"] < 0.6 * waste["powers_of_two"]
+
+
+def test_a_step_takes_more_tokens_where_rows_cost_more():
+    sizes = ((256, 256), (320, 16), (512, 256))
+    steps = ("mixed", 200, 9)
+    assert BucketPolicy("hand", 256, 512, (), sizes).select(*steps).T == 256
+    assert BucketPolicy("hand", 256, 512, (), sizes, row_cost_tokens=0.5).select(*steps) == BucketKey("mixed", 320, 16)
+    assert BucketPolicy("hand", 256, 512, (), sizes, row_cost_tokens=0.5).select("mixed", 200, 17).T == 256
+
+
+def test_a_policy_is_cut_to_smaller_limits_and_refuses_larger_ones():
+    policy = geometric(64, 2048)
+    cut = policy.restricted(20, 600)
+    assert cut.decode_sizes == (1, 2, 4, 8, 16, 20) and cut.mixed_sizes[-1] == (600, 20)
+    assert all(T <= 600 and R <= 20 for T, R in cut.mixed_sizes) and policy.restricted(64, 2048) == policy
+    with pytest.raises(ValueError, match="covers max_num_seqs=64 and max_num_batched_tokens=2048, not 65 and 2048"):
+        policy.restricted(65, 2048)

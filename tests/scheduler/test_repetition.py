@@ -77,7 +77,8 @@ def test_a_loop_ends_a_request_after_every_other_reason_and_not_before_min_token
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"max_pattern_size": -1}, "max_pattern_size=-1 must be an integer of at least 0"),
+        ({"max_pattern_size": -1}, r"max_pattern_size=-1 must be an integer in \[0, 2147483647\]"),
+        ({"max_pattern_size": 2, "min_count": 10**30}, "min_count=1000000000000000000000000000000 must be an integer"),
         ({"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}, "min_pattern_size=3 must not exceed"),
         ({"max_pattern_size": 2, "min_count": 1}, "min_count=1 must be at least 2"),
         ({"max_pattern_size": 2.0, "min_count": 2}, "max_pattern_size=2.0 must be an integer"),

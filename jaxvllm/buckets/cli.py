@@ -1,0 +1,248 @@
+"""`jaxvllm buckets compare | measure | tune`."""
+
+import argparse
+import json
+import logging
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from jaxvllm.bucket_choice import STRATEGIES, choose_policy
+from jaxvllm.cli_args import add_engine_options, given_engine_args
+from scheduler.buckets import BucketPolicy, explicit, load_policy
+from scheduler.config import CacheConfig, SchedulerConfig
+from scheduler.cost_model import CostModel, StepSample, fit, load_cost_model, roofline
+from scheduler.simulate import Simulation, SimulationReport
+from scheduler.trace import TraceRequest, load_trace
+from scheduler.tuning import TuningOptions, tune
+
+if TYPE_CHECKING:
+    from jaxvllm.buckets.compare import Result, StepLog
+    from jaxvllm.executor import DeviceExecutor
+
+DEFAULT_POLICIES = ("one_shape", "powers_of_two", "linear", "geometric", "explicit", "tuned")
+# A Llama small enough for a CPU, where no model is named.
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 256,
+    "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": True, "torch_dtype": "float32",
+    "rms_norm_eps": 1e-5, "hidden_act": "silu",
+}  # fmt: skip
+TINY_LIMITS = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 64 << 20}
+
+
+def add_parser(commands: Any) -> None:
+    """Add `buckets` and what follows it."""
+    parser = commands.add_parser("buckets", help="padded shapes: compare policies, measure steps, tune to a trace")
+    kinds = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_compare(kinds.add_parser("compare", help="one workload under several policies: table, JSON, picture"))
+    _add_measure(kinds.add_parser("measure", help="step times by bucket, for tune and for the simulation"))
+    _add_tune(kinds.add_parser("tune", help="the sizes that cost a trace the least time, without a device"))
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    choices = ", ".join(DEFAULT_POLICIES)
+    parser.add_argument("--policies", nargs="+", default=DEFAULT_POLICIES, help=f"any of {choices}, or JSON files")
+    parser.add_argument("--decode-sizes", type=int, nargs="+", help="of the explicit policy")
+    parser.add_argument("--mixed-sizes", type=int, nargs="+", help="of the explicit policy, in tokens")
+    parser.add_argument("--max-programs", type=int, default=24, help="budget of the tuned policy")
+    parser.add_argument("--trace", type=Path, help="Azure CSV or Mooncake JSONL; requests come at its times")
+    parser.add_argument("--speedup", type=float, default=1.0, help="the trace's requests arrive so many times faster")
+    parser.add_argument("--num-requests", type=int, default=40, help="of the trace, or of the synthetic workload")
+    parser.add_argument("--input-len", type=int, default=60, help="mean, synthetic")
+    parser.add_argument("--output-len", type=int, default=40, help="mean, synthetic")
+    parser.add_argument("--arrivals-per-step", type=float, default=0.2, help="synthetic")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
+    add_engine_options(parser.add_argument_group("engine"), leave_out=("bucket_policy", "compile_ahead"))
+    parser.set_defaults(run=run_compare)
+
+
+def _add_measure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--policies", nargs="+", default=["powers_of_two", "geometric"], help="whose buckets to time")
+    parser.add_argument("--out", type=Path, required=True, help="JSON of samples")
+    add_engine_options(parser.add_argument_group("engine"), leave_out=("bucket_policy", "compile_ahead"))
+    parser.set_defaults(run=run_measure, decode_sizes=None, mixed_sizes=None)
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", type=Path, required=True, help="Azure CSV or Mooncake JSONL")
+    parser.add_argument("--out", type=Path, required=True, help="the policy, for the engine's --bucket-policy")
+    parser.add_argument("--cost", type=Path, help="JSON of `measure` or of `compare` (default: a guess for one H200)")
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--running", type=float, help="speed arrivals up until so many requests run at once on average")
+    load.add_argument("--speedup", type=float, default=1.0, help="requests arrive so many times faster")
+    parser.add_argument("--limit", type=int, default=4000, help="only the first so many requests")
+    parser.add_argument("--max-programs", type=int, default=24)
+    parser.add_argument("--max-num-seqs", type=int, default=1024)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
+    parser.add_argument("--max-model-len", type=int, default=40_960)
+    parser.add_argument("--num-blocks", type=int, default=60_000, help="of the KV pool, 16 tokens each")
+    parser.add_argument("--host-ms", type=float, default=0.5, help="time of the host a step")
+    parser.add_argument("--rounds", type=int, default=2, help="tune, simulate the tuned policy, and tune again")
+    parser.add_argument("--json", type=Path, help="write the table here")
+    parser.set_defaults(run=run_tune)
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Compare the policies and print the table."""
+    from jaxvllm.buckets.compare import run_policy, synthetic_workload, trace_workload
+    from jaxvllm.buckets.report import plot, table, write_json
+
+    executor, num_blocks = start_executor(args)
+    runner, config = executor.runner, executor.config
+    vocab_size, max_model_len = executor.vocab_size, config.scheduler.max_model_len
+    if args.trace:
+        trace = _sped_up(load_trace(args.trace, args.num_requests), args.speedup)
+        workload = trace_workload(trace, vocab_size, max_model_len)
+    else:
+        lengths = (args.num_requests, args.input_len, args.output_len, args.arrivals_per_step)
+        workload = synthetic_workload(*lengths, vocab_size, max_model_len)
+    done: list[tuple[Result, StepLog]] = []
+    for name in args.policies:
+        policy = _tuned(done, config.scheduler, args) if name == "tuned" else _policy(name, config, args)
+        done.append(run_policy(runner, config, num_blocks, policy, workload))
+        print(f"{done[-1][0].policy}: {done[-1][0].total_s:.1f} s", flush=True)
+    results = [result for result, _ in done]
+    device = runner.device_kind
+    print(f"\n{args.num_requests} requests on {device}")
+    print(table(results))
+    if args.json:
+        write_json(results, args.json, device=device, args={k: str(v) for k, v in vars(args).items() if k != "run"})
+    if args.plot:
+        plot(results, args.plot)
+    executor.shutdown()
+    return 0
+
+
+def run_measure(args: argparse.Namespace) -> int:
+    """Time the buckets of the policies and write the samples."""
+    from jaxvllm.buckets.measure import measure_steps
+
+    executor, num_blocks = start_executor(args)
+    runner = executor.runner
+    keys = {key: None for name in args.policies for key in _policy(name, executor.config, args).keys()}  # noqa: SIM118
+    list(runner.programs.compile_all([*keys]))
+    runner.initialize_kv_cache(num_blocks)
+    samples = []
+    for sample in measure_steps(runner, keys):
+        samples.append(asdict(sample.key) | {"context_tokens": sample.context_tokens, "ms": sample.ms})
+        print(f"{sample.key!s:24} {sample.context_tokens:9,} context tokens {sample.ms:9.3f} ms", flush=True)
+    args.out.write_text(json.dumps({"device": runner.device_kind, "samples": samples}, indent=1) + "\n")
+    executor.shutdown()
+    return 0
+
+
+def run_tune(args: argparse.Namespace) -> int:
+    """Tune to a trace, simulate, print both policies side by side, and save the tuned one."""
+    from jaxvllm.buckets.arrivals import scale_to_running
+
+    logging.getLogger("scheduler").setLevel(logging.ERROR)  # requests that fill the pool are counted in the table
+    limits = SchedulerConfig(args.max_num_seqs, args.max_num_batched_tokens, args.max_model_len)
+    base = choose_policy("powers_of_two", "gpu", limits)
+    cost = load_cost_model(args.cost) if args.cost else guessed_cost(base)
+    trace = load_trace(args.trace, args.limit)
+
+    def simulate(requests: Sequence[TraceRequest], policy: BucketPolicy) -> SimulationReport:
+        pool = CacheConfig(16, args.num_blocks, True)
+        return Simulation(requests, policy, cost, limits, pool, host_ms=args.host_ms).run()
+
+    def load(policy: BucketPolicy) -> tuple[float, SimulationReport]:
+        if args.running is None:
+            return args.speedup, simulate(_sped_up(trace, args.speedup), policy)
+        return scale_to_running(trace, policy, simulate, args.running)
+
+    speedup, before = load(base)
+    report, policy = before, base
+    for _ in range(args.rounds):
+        policy = tune(report.step_shapes, cost, *_sizes(limits), TuningOptions(max_programs=args.max_programs))
+        speedup, report = load(policy)
+    reports = {"powers_of_two": before, "tuned": report}
+    tables = {name: {"requests running": f"{r.mean_running:.1f}"} | r.rows() for name, r in reports.items()}
+    _print_columns(tables)
+    print(f"\narrivals {speedup:.2f} times as fast; {len(policy.keys())} programs")
+    print(f"decode sizes {list(policy.decode_sizes)}\nmixed sizes (T, R) {list(policy.mixed_sizes)}")
+    policy.save(args.out)
+    if args.json:
+        args.json.write_text(json.dumps({"speedup": speedup, "policies": tables}, indent=1) + "\n")
+    return 0
+
+
+def start_executor(args: argparse.Namespace) -> "tuple[DeviceExecutor, int]":
+    """The device side of an engine in this process, its programs not yet compiled, and its number of blocks."""
+    from jaxvllm.config import EngineArgs
+    from jaxvllm.executor import DeviceExecutor
+    from jaxvllm.model_source import resolve
+
+    given = given_engine_args(args)
+    if given.get("model") is None:
+        folder = Path(tempfile.mkdtemp(prefix="jaxvllm-tiny-"))
+        (folder / "config.json").write_text(json.dumps(TINY))
+        given = {"load_format": "dummy", **TINY_LIMITS} | given | {"model": str(folder)}
+    engine_args = EngineArgs(**given, compile_ahead=False)
+    source = resolve(engine_args.model, revision=engine_args.revision, download_dir=engine_args.download_dir)
+    config = engine_args.create_engine_config(source.config.max_position_embeddings)
+    config.apply_core_environment()
+    executor = DeviceExecutor(config)
+    return executor, executor.initialize()
+
+
+def guessed_cost(policy: BucketPolicy) -> CostModel:
+    """A roofline of Qwen3-0.6B on one H200 with 1 ms a step for launches."""
+    keys = policy.keys()
+    return roofline(
+        keys,
+        weight_bytes=1.2e9,
+        kv_bytes_per_token=114_688,
+        bytes_per_s=4.0e12,
+        flops_per_s=3.6e14,
+        overhead_ms=1.0,
+    )
+
+
+def _tuned(done: "list[tuple[Result, StepLog]]", limits: SchedulerConfig, args: argparse.Namespace) -> BucketPolicy:
+    """Tuned to the steps of the last run, by the step times of all of them."""
+    if not done:
+        raise ValueError("the tuned policy is tuned to the runs before it: name another policy first.")
+    samples = [StepSample(key, 0, ms) for _, log in done for key, ms in _medians(zip(log.keys, log.ms, strict=True))]
+    shapes = next((log for result, log in done if result.policy == "powers_of_two"), done[-1][1]).counts()
+    return tune(shapes, fit(samples), *_sizes(limits), TuningOptions(max_programs=args.max_programs))
+
+
+def _medians(pairs: Iterable[tuple[Any, float]]) -> list[tuple[Any, float]]:
+    by_key: dict[Any, list[float]] = {}
+    for key, ms in pairs:
+        by_key.setdefault(key, []).append(ms)
+    return [(key, median(times)) for key, times in by_key.items()]
+
+
+def _policy(name: str, config: Any, args: argparse.Namespace) -> BucketPolicy:
+    limits = config.scheduler
+    if name == "explicit":
+        decode, mixed = args.decode_sizes, args.mixed_sizes
+        sizes = _sizes(limits)
+        return explicit(*sizes, decode or [min(8, sizes[0]), sizes[0]], mixed or [min(64, sizes[1]), sizes[1]])
+    if name in STRATEGIES or not Path(name).is_file():
+        return choose_policy(name, config.device, limits)
+    return load_policy(name).restricted(*_sizes(limits))
+
+
+def _sizes(limits: SchedulerConfig) -> tuple[int, int]:
+    return limits.max_num_seqs, limits.max_num_batched_tokens
+
+
+def _sped_up(trace: Sequence[TraceRequest], speedup: float) -> list[TraceRequest]:
+    from jaxvllm.buckets.arrivals import sped_up
+
+    return sped_up(trace, speedup)
+
+
+def _print_columns(tables: dict[str, dict[str, str]]) -> None:
+    from jaxvllm.buckets.report import aligned
+
+    names = list(tables)
+    rows = [["", *names]] + [[row, *(tables[name][row] for name in names)] for row in tables[names[0]]]
+    print(aligned(rows))

@@ -1,0 +1,224 @@
+"""One workload under several bucket policies: padding, programs, compile time, memory, step times, throughput, gaps.
+
+The engine core runs as it serves, two steps in flight, with a planner for each policy and one runner for all: a program
+that two policies share is compiled once.
+"""
+
+import time
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxvllm.buckets.measure import measure_steps
+from jaxvllm.config import EngineConfig
+from jaxvllm.core import EngineCore
+from jaxvllm.core_messages import EngineCoreRequest
+from jaxvllm.model_runner import ModelRunner
+from scheduler.buckets import BucketKey, BucketPolicy, StepShape
+from scheduler.outputs import ModelRunnerOutput, SchedulerOutput
+from scheduler.plan import Planner
+from scheduler.sampling_params import SamplingParams
+from scheduler.trace import TraceRequest
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in the order of arrival.
+
+    Attributes:
+      arrivals: of each request: a step number, or seconds.
+      in_seconds: what arrivals are. By step number, every policy schedules the same steps.
+    """
+
+    prompts: list[list[int]]
+    num_outputs: list[int]
+    arrivals: list[float]
+    in_seconds: bool = False
+
+
+@dataclass
+class Result:
+    """What one policy did with the workload. Times in seconds unless the name says otherwise."""
+
+    policy: str
+    num_programs: int
+    compile_s: float  # lowering and compiling of its programs, added up
+    workspace_bytes: int  # of its largest program, beside weights and pool
+    num_steps: int
+    token_waste: float
+    row_waste: float
+    total_s: float
+    tokens_per_s: float
+    mean_step_ms: float
+    p99_inter_token_ms: float
+    mean_running: float
+    step_ms: dict[str, float] = field(default_factory=dict)  # median by bucket
+    steps: dict[str, int] = field(default_factory=dict)  # count by bucket
+    mixed_sizes: list[tuple[int, int]] = field(default_factory=list)
+    decode_sizes: list[int] = field(default_factory=list)
+
+
+@dataclass
+class StepLog:
+    """The steps of one run: real shapes, buckets, and milliseconds from the result before (or the dispatch)."""
+
+    shapes: list[StepShape] = field(default_factory=list)
+    keys: list[BucketKey] = field(default_factory=list)
+    ms: list[float] = field(default_factory=list)
+
+    def counts(self) -> dict[StepShape, int]:
+        """How often each shape occurred."""
+        counts: dict[StepShape, int] = defaultdict(int)
+        for shape in self.shapes:
+            counts[shape] += 1
+        return dict(counts)
+
+
+def synthetic_workload(
+    num_requests: int, mean_input: int, mean_output: int, arrivals_per_step: float, vocab_size: int, max_model_len: int,
+    seed: int = 0,
+) -> Workload:  # fmt: skip
+    """Log-normal lengths, exponential gaps between arrivals, which are step numbers."""
+    rng = np.random.default_rng(seed)
+
+    def lengths(mean: int) -> np.ndarray:
+        drawn = rng.lognormal(np.log(mean) - 0.5, 1.0, num_requests)
+        return np.clip(drawn.astype(int), 1, max_model_len // 2 - 1)
+
+    prompt_lens, num_outputs = lengths(mean_input), lengths(mean_output)
+    arrivals = np.cumsum(rng.exponential(1 / arrivals_per_step, num_requests)).astype(int)
+    prompts = [rng.integers(1, vocab_size, n).tolist() for n in prompt_lens]
+    return Workload(prompts, num_outputs.tolist(), (arrivals - arrivals[0]).tolist())
+
+
+def trace_workload(trace: Sequence[TraceRequest], vocab_size: int, max_model_len: int, seed: int = 0) -> Workload:
+    """The requests of a trace at their times; longer ones are cut to max_model_len."""
+    rng = np.random.default_rng(seed)
+    num_outputs = [min(request.num_output_tokens, max_model_len // 2) for request in trace]
+    lengths = [
+        min(request.num_prompt_tokens, max_model_len - n - 1) for request, n in zip(trace, num_outputs, strict=True)
+    ]
+    prompts = [rng.integers(1, vocab_size, n).tolist() for n in lengths]
+    return Workload(prompts, num_outputs, [request.arrival_s for request in trace], in_seconds=True)
+
+
+def run_policy(
+    runner: ModelRunner, config: EngineConfig, num_blocks: int, policy: BucketPolicy, workload: Workload
+) -> tuple[Result, StepLog]:
+    """Compile what is missing, warm up, run the workload, and measure."""
+    keys = policy.keys()
+    others = [key for key in runner.program_keys() if key == "admit"]
+    list(runner.programs.compile_all([*keys, *others]))
+    runner.initialize_kv_cache(num_blocks)
+    list(measure_steps(runner, keys, repeats=1))  # first runs allocate and make graphs
+    runner.initialize_kv_cache(num_blocks)
+    executor = _PolicyExecutor(runner, policy, num_blocks, config.seed)
+    core = EngineCore(config, executor)
+    gaps, running_s, total_s = serve(core, workload)
+    core.shutdown()
+    log = executor.log
+    waste = policy.padding_waste(log.shapes)
+    by_bucket: dict[str, list[float]] = defaultdict(list)
+    for key, ms in zip(log.keys, log.ms, strict=True):
+        by_bucket[str(key)].append(ms)
+    result = Result(
+        policy=policy.name,
+        num_programs=len(keys),
+        compile_s=sum(runner.programs.compile_seconds.get(key, 0.0) for key in keys),
+        workspace_bytes=max(runner.programs.workspace_bytes(key) or 0 for key in keys),
+        num_steps=len(log.shapes),
+        token_waste=waste.tokens,
+        row_waste=waste.rows,
+        total_s=total_s,
+        tokens_per_s=sum(workload.num_outputs) / total_s,
+        mean_step_ms=float(np.mean(log.ms)),
+        p99_inter_token_ms=float(np.percentile(gaps, 99)) * 1e3 if gaps else 0.0,
+        mean_running=running_s / total_s,
+        step_ms={name: float(np.median(times)) for name, times in sorted(by_bucket.items())},
+        steps={name: len(times) for name, times in sorted(by_bucket.items())},
+        mixed_sizes=list(policy.mixed_sizes),
+        decode_sizes=list(policy.decode_sizes),
+    )
+    return result, log
+
+
+def serve(core: EngineCore, workload: Workload) -> tuple[list[float], float, float]:
+    """Run the workload to its end: seconds between a request's tokens, request-seconds run, seconds in all."""
+    waiting = list(zip(workload.arrivals, workload.prompts, workload.num_outputs, strict=True))[::-1]
+    last_token_at: dict[str, float] = {}
+    first_token_at: dict[str, float] = {}
+    gaps: list[float] = []
+    running_s, step, begin = 0.0, 0, time.perf_counter()
+    while waiting or core.has_work():
+        now = time.perf_counter() - begin if workload.in_seconds else step
+        while waiting and waiting[-1][0] <= now:
+            _, prompt, n = waiting.pop()
+            core.add_request(_request(f"r{len(waiting)}", prompt, n))
+        step += 1
+        outputs = core.step()
+        if outputs is None:
+            continue
+        now = time.perf_counter()
+        gaps += [now - last_token_at[i] for i in outputs.request_ids if i in last_token_at]
+        for request_id in outputs.request_ids:
+            first_token_at.setdefault(request_id, now)
+            last_token_at[request_id] = now
+        for request_id in outputs.finished:
+            running_s += now - first_token_at.get(request_id, now)
+            last_token_at.pop(request_id, None)
+    return gaps, running_s, time.perf_counter() - begin
+
+
+def _request(request_id: str, prompt: list[int], num_outputs: int) -> EngineCoreRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True)
+    return EngineCoreRequest(request_id, array("i", prompt), params)
+
+
+class _TimedHandle:
+    def __init__(self, executor: "_PolicyExecutor", handle: object, key: BucketKey) -> None:
+        self._executor, self._handle, self._key = executor, handle, key
+        self._begin = time.perf_counter()
+
+    def wait(self) -> ModelRunnerOutput:
+        output = self._handle.wait()  # type: ignore[attr-defined]
+        self._executor.finished(self._key, self._begin)
+        return output
+
+
+class _PolicyExecutor:
+    """An Executor that plans by one policy and runs on a runner that outlives it."""
+
+    def __init__(self, runner: ModelRunner, policy: BucketPolicy, num_blocks: int, seed: int | None) -> None:
+        self._runner, self._num_blocks = runner, num_blocks
+        self._planner = Planner(runner.config.limits, policy, seed)
+        self._last = 0.0
+        self.log = StepLog()
+
+    def initialize(self) -> int:
+        return self._num_blocks
+
+    def execute(self, scheduler_output: SchedulerOutput) -> _TimedHandle | None:
+        plan = self._planner.build(scheduler_output)
+        if plan is None:
+            return None
+        known = scheduler_output.scheduled_cached_requests
+        is_decode = plan.num_tokens == plan.num_reqs and not (
+            scheduler_output.scheduled_new_requests or known.resumed_request_ids
+        )
+        self.log.shapes.append(StepShape("decode" if is_decode else "mixed", plan.num_tokens, plan.num_reqs))
+        return _TimedHandle(self, self._runner.execute(plan), plan.key)
+
+    def finished(self, key: BucketKey, begin: float) -> None:
+        now = time.perf_counter()
+        self.log.keys.append(key)
+        self.log.ms.append((now - max(begin, self._last)) * 1e3)
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def shutdown(self) -> None:
+        return

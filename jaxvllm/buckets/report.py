@@ -1,0 +1,74 @@
+"""The comparison as a table, as JSON, and as a picture."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jaxvllm.buckets.compare import Result
+
+HEAD = ["policy", "programs", "compile s", "workspace MB", "token waste", "row waste"]
+HEAD += ["mean step ms", "p99 ITL ms", "running", "out tok/s"]
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results as aligned text."""
+    rows = [
+        [
+            r.policy, str(r.num_programs), f"{r.compile_s:.1f}", f"{r.workspace_bytes / 1e6:.1f}",
+            f"{r.token_waste:.1%}", f"{r.row_waste:.1%}", f"{r.mean_step_ms:.2f}", f"{r.p99_inter_token_ms:.1f}",
+            f"{r.mean_running:.1f}", f"{r.tokens_per_s:.0f}",
+        ]
+        for r in results
+    ]  # fmt: skip
+    return aligned([HEAD, *rows])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as text, each column as wide as it has to be."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+
+
+def write_json(results: Sequence[Result], path: str | Path, **about: Any) -> None:
+    """Everything that was measured; scheduler.cost_model.load_cost_model reads it."""
+    Path(path).write_text(json.dumps({**about, "results": [asdict(r) for r in results]}, indent=1) + "\n")
+
+
+def plot(results: Sequence[Result], path: str | Path) -> None:
+    """One bar chart a measure, policies side by side, and the step time by bucket size.
+
+    Raises:
+      ImportError: matplotlib is missing; says how to get it.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError(f"--plot needs matplotlib ({error}): install the extra jaxvllm[plot].") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 4, figsize=(17, 7))
+    measures = {
+        "padding waste of tokens, %": [r.token_waste * 100 for r in results],
+        "padding waste of rows, %": [r.row_waste * 100 for r in results],
+        "programs": [r.num_programs for r in results],
+        "compile time, s": [r.compile_s for r in results],
+        "largest workspace, MB": [r.workspace_bytes / 1e6 for r in results],
+        "p99 inter-token latency, ms": [r.p99_inter_token_ms for r in results],
+        "output tokens / s": [r.tokens_per_s for r in results],
+    }
+    names = [r.policy for r in results]
+    for axis, (title, values) in zip(axes.flat, measures.items(), strict=False):
+        axis.bar(names, values, color=[f"C{i}" for i in range(len(names))])
+        axis.set_title(title)
+        axis.tick_params(axis="x", labelrotation=30)
+    last = axes.flat[-1]
+    for result in results:
+        sizes = sorted((int(name.split("T=")[1].split(",")[0]), ms) for name, ms in result.step_ms.items())
+        last.plot(*zip(*sizes, strict=True), marker="o", label=result.policy)
+    last.set(title="step time by bucket, ms", xlabel="T", xscale="log", yscale="log")
+    last.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,120 @@
+"""Grammar masks on the device: a masked row draws allowed tokens alone, the others are as without grammars."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvllm.sampling import sample
+from scheduler.batch import BatchLimits
+from scheduler.buckets import explicit
+from scheduler.plan import MASKS_PER_WRITE
+from scheduler.sampling_params import SamplingParams
+from tests.engine.sampling_rows import make_rows
+from tests.engine.toy import VOCAB, Loop, make_runner
+
+R, V = 37, 257
+LIMITS = BatchLimits(max_num_seqs=19, max_model_len=96, block_size=4, vocab_size=VOCAB)
+POLICY = explicit(19, 128, [19], [128])
+
+
+def pack(allowed: np.ndarray) -> np.ndarray:
+    """bool[..., V] as masks; the bits behind the vocabulary are set, and must not matter."""
+    padded = np.ones((*allowed.shape[:-1], -(-allowed.shape[-1] // 32) * 32), bool)
+    padded[..., : allowed.shape[-1]] = allowed
+    return np.packbits(padded, axis=-1, bitorder="little").view(np.int32)
+
+
+def draw(params: list[SamplingParams], needs_sample: np.ndarray, logits: np.ndarray, allowed: np.ndarray | None):
+    rows = make_rows(params, needs_sample=needs_sample)
+    if allowed is not None:
+        masks = np.zeros((R + 2, -(-V // 32)), np.int32)  # nothing is allowed in rows that are not read
+        masks[np.asarray(rows.rows)] = pack(allowed)
+        rows = replace(rows, grammar_masks=jnp.asarray(masks))
+    return np.asarray(sample(jnp.asarray(logits), rows)[0])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masked_rows_draw_what_is_allowed_and_the_others_what_they_draw_alone(temperature: float, share: float):
+    rng = np.random.default_rng(round(10 * share))
+    has_grammar = rng.random(R) < share
+    needs_sample = rng.random(R) < 0.8
+    plain = [SamplingParams(temperature=temperature, seed=i, top_k=7 * (i % 3)) for i in range(R)]
+    guided = [
+        SamplingParams(temperature=temperature, seed=i, top_k=7 * (i % 3), structured_outputs={"regex": "a"})
+        if has_grammar[i]
+        else plain[i]
+        for i in range(R)
+    ]
+    for _ in range(5):
+        logits = rng.normal(0, 3, (R, V)).astype(np.float32)
+        allowed = rng.random((R, V)) < rng.choice([0.02, 0.5], (R, 1))
+        allowed[np.arange(R), rng.integers(0, V, R)] = True
+        got = draw(guided, needs_sample, logits, allowed)
+        alone = draw(plain, needs_sample, np.where(allowed | ~has_grammar[:, None], logits, -np.inf), None)
+        np.testing.assert_array_equal(got[needs_sample], alone[needs_sample])
+        counts = has_grammar & needs_sample
+        assert allowed[counts, got[counts]].all()
+
+
+def test_min_tokens_and_a_grammar_both_mask():
+    allowed = np.zeros((R, V), bool)
+    allowed[:, [3, 9]] = True
+    logits = np.zeros((R, V), np.float32)
+    logits[:, 3] = 9.0
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[3], structured_outputs={"regex": "a"})
+    assert (draw([params] * R, np.ones(R, bool), logits, allowed) == 9).all()
+
+
+class MaskedLoop(Loop):
+    """Requests named g... may draw, at each step, the tokens that `allowed` says."""
+
+    def __init__(self, runner) -> None:
+        super().__init__(LIMITS, POLICY, runner)
+        self.rng = np.random.default_rng(2)
+        self.allowed: dict[str, list[np.ndarray]] = {}
+
+    def schedule(self):
+        output = super().schedule()
+        for request_id in output.num_scheduled_tokens:
+            if request_id.startswith("g"):
+                allowed = self.rng.random(VOCAB) < 0.2
+                allowed[self.rng.integers(VOCAB)] = True
+                self.allowed.setdefault(request_id, []).append(allowed)
+                words = pack(allowed)
+                # A tokenizer may know fewer tokens than the model, or more.
+                is_short = len(self.allowed[request_id]) == 2
+                output.grammar_masks[request_id] = words[:1] if is_short else np.append(words, np.int32(-1))
+                if is_short:
+                    allowed[32:] = False
+        return output
+
+
+def test_masks_reach_their_rows_in_programs_compiled_ahead_and_a_reused_row_is_free_of_them():
+    runner = make_runner(LIMITS, POLICY, 300, strict_compile=True)
+    keys = list(runner.warm_up())
+    assert "masks" in keys
+    prompts = {f"r{i}": np.random.default_rng(i).integers(1, VOCAB, 3 + i % 5).tolist() for i in range(19)}
+    free = Loop(LIMITS, POLICY, runner)
+    for request_id, prompt in prompts.items():
+        free.add(request_id, prompt, 6)
+    expected = free.run()
+
+    runner.initialize_kv_cache(300)
+    assert list(runner.warm_up()) == []
+    loop = MaskedLoop(runner)
+    for i in range(11):
+        loop.add(f"g{i}", prompts[f"r{i}"], 6, structured_outputs={"regex": "a"})
+    for i in range(11, 19):
+        loop.add(f"r{i}", prompts[f"r{i}"], 6)
+    got = loop.run()
+    assert MASKS_PER_WRITE < 11, "some steps need two writes"
+    for i in range(11):
+        assert all(allowed[token] for allowed, token in zip(loop.allowed[f"g{i}"], got[f"g{i}"], strict=True))
+        assert got[f"g{i}"] != expected[f"r{i}"]
+    for i in range(11):
+        loop.add(f"r{i}", prompts[f"r{i}"], 6)  # into the rows of those that ended
+    assert {name: tokens for name, tokens in loop.run().items() if name.startswith("r")} == expected
+    assert runner.programs.num_late_compiles == 0

@@ -1,0 +1,89 @@
+"""Steps lowered in another process are the steps of this one."""
+
+import re
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxvllm.config import lowering_environment
+from jaxvllm.kv_cache import KVCacheSpec
+from jaxvllm.layers.parameter import bind, param_shapes, param_specs
+from jaxvllm.lowering import LoweringProcesses, LoweringTask, export_step, import_step
+from jaxvllm.model_runner import ModelRunner, RunnerConfig
+from jaxvllm.models.registry import get_model_class
+from jaxvllm.parallel import make_mesh
+from scheduler.batch import BatchLimits
+from scheduler.buckets import BucketKey, explicit
+from tests.engine.tiny_llama import CONFIG, make_runner
+from tests.engine.toy import Loop
+
+LIMITS = BatchLimits(max_num_seqs=3, max_model_len=64, block_size=16)
+POLICY = explicit(3, 32, [], [32])
+KEY = BucketKey("mixed", 32, 3)
+
+
+@pytest.fixture
+def processes():
+    config = replace(make_runner(LIMITS, POLICY, 9).config, mesh=None)
+    task = LoweringTask(CONFIG, config, platform="cpu", unroll_layers=False)
+    processes = LoweringProcesses(task, lowering_environment(next(p for p in sys.path if p)), limit=1)
+    yield processes
+    processes.close()
+
+
+def greedy(runner: ModelRunner) -> dict[str, list[int]]:
+    loop = Loop(LIMITS, POLICY, runner, chunk=1000)
+    for i, prompt in enumerate(([5, 6, 7], [40, 3, 9, 9, 120, 31, 2], [17])):
+        loop.add(f"r{i}", prompt, 6)
+    return loop.run(1)
+
+
+def test_steps_from_another_process_give_the_same_tokens_and_need_no_lowering_here(processes, monkeypatch):
+    expected = greedy(make_runner(LIMITS, POLICY, 9))
+    asked = []
+    export = processes.export
+    monkeypatch.setattr(processes, "export", lambda *question: asked.append(question) or export(*question))
+    runner = make_runner(LIMITS, POLICY, 9)
+    keys = list(runner.warm_up(processes))
+    assert set(keys) == set(runner.program_keys())
+    assert greedy(runner) == expected
+    assert runner.programs.num_late_compiles == 0
+    assert len(asked) >= 2 and all(num_blocks == 9 for _, num_blocks in asked)
+
+
+def test_what_fails_in_the_process_is_raised_here_by_name_and_a_dead_process_by_its_exit_code(processes):
+    with pytest.raises(RuntimeError, match=r"mixed\(T=-1, R=-1\) could not be lowered: \w+Error"):
+        processes.export(replace(KEY, T=-1, R=-1), 9)
+    assert processes.export(KEY, 9).exported  # the error cost it nothing
+    processes._all[0].kill()
+    with pytest.raises(RuntimeError, match="exit code -9"):
+        processes.export(KEY, 9)
+
+
+def test_an_exported_step_keeps_kernels_and_donation():
+    config = replace(CONFIG, head_dim=64, dtype="bfloat16")
+    model = get_model_class(config.architecture)(config, unroll_layers=True)
+    spec = KVCacheSpec(2, 2, 64, 16, jnp.dtype(jnp.bfloat16))
+    limits = BatchLimits(max_num_seqs=8, max_model_len=64, block_size=16)
+    runner = ModelRunner(
+        lambda traced: bind(model, traced),
+        param_shapes(param_specs(model), make_mesh(jax.devices()), unstack=True),
+        RunnerConfig(limits, explicit(8, 256, [8], [256]), spec, 4, "mosaic_gpu", splits_sampling=False),
+    )
+    runner.set_num_blocks(9)
+    step, args = runner.step_and_args(BucketKey("decode", 8, 8))
+
+    def kernels_and_donations(function) -> tuple[int, int]:
+        traced = jax.jit(function, donate_argnums=(1, 2)).trace(*args)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        main = re.search(r"func.func public @main\((.*?)\) ->", text, re.S)
+        assert main is not None
+        donated = len(re.findall("tf.aliasing_output|jax.buffer_donor", main[1]))
+        return text.count("@mosaic_gpu"), donated
+
+    direct = kernels_and_donations(step)
+    assert kernels_and_donations(import_step(export_step(step, args, "cuda"))) == direct
+    assert direct[0] >= 2 and direct[1] == 1 + len(jax.tree.leaves(args[2]))
