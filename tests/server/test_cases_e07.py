@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 
+import openai
 import pytest
 
 from tests.engine.tokenizers_fixture import k_bytes
@@ -124,6 +125,21 @@ def test_chat_logprobs(tiny):
     pieces = [chunk["choices"][0]["logprobs"] for chunk in tiny.stream("/v1/chat/completions", body)]
     found = [entry["token"] for piece in pieces if piece for entry in piece["content"]]
     assert found == [entry["token"] for entry in content]
+
+
+def test_logprobs_are_what_openais_client_expects(tiny):
+    strict, loose = (
+        openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0, _strict_response_validation=is_strict)
+        for is_strict in (True, False)
+    )
+    model, messages = tiny.get("/v1/models").json()["data"][0]["id"], [{"role": "user", "content": "hi"}]
+    fields = {"model": model, "temperature": 0, "max_tokens": 3}
+    answer = strict.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **fields)
+    assert [len(entry.top_logprobs) for entry in answer.choices[0].logprobs.content] == [2] * 3
+    assert strict.completions.create(prompt=TEXT, logprobs=2, **fields).choices[0].logprobs.text_offset[0] == 0
+    # Not strict: the first token of a prompt has no logprob, and the client's type has no null.
+    whole = loose.completions.create(prompt=TEXT, logprobs=2, echo=True, **fields).choices[0]
+    assert whole.logprobs.token_logprobs[0] is None and len(whole.logprobs.tokens) == len(IDS) + 3
 
 
 def test_prompt_logprobs(tiny):
