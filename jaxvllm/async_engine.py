@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import time
 import weakref
@@ -17,6 +16,7 @@ import msgspec
 
 from jaxvllm.config import EngineArgs
 from jaxvllm.core_messages import CoreMetrics, UtilityResult
+from jaxvllm.core_reader import Inbox, Message, read_core, split_outputs
 from jaxvllm.errors import EngineDeadError
 from jaxvllm.input_processor import ProcessedRequest, Prompt
 from jaxvllm.llm_engine import LLMEngine
@@ -65,9 +65,10 @@ class AsyncEngine:
         self._deaths: list[asyncio.Future[EngineDeadError]] = []
         self._dead_error: EngineDeadError | None = None
         self._is_checking = False
+        self._asking: asyncio.Task[None] | None = None
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="jaxvllm-tokenize")
-        self._inbox = _Inbox(weakref.WeakMethod(self._handle))
-        reader = Thread(target=_read, args=(self._client, self._inbox), name="jaxvllm-outputs", daemon=True)
+        self._inbox = Inbox(weakref.WeakMethod(self._handle))
+        reader = Thread(target=read_core, args=(self._client, self._inbox), name="jaxvllm-outputs", daemon=True)
         self._stop = weakref.finalize(self, _stop_engine, self._client, reader, self._threads)
         reader.start()
 
@@ -273,7 +274,7 @@ class AsyncEngine:
         self._is_checking = False
         self._inbox.use(loop)
 
-    def _handle(self, message: "_Message") -> None:
+    def _handle(self, message: Message) -> None:
         """Take in what the reader thread received; runs in the loop."""
         if isinstance(message, EngineDeadError):
             self._die(message)
@@ -343,8 +344,7 @@ class AsyncEngine:
         """Ask the core how it is, as long as it has requests."""
         self._is_checking = bool(self._collectors) and self._dead_error is None
         if self._is_checking:
-            task = asyncio.get_running_loop().create_task(self._ask())
-            self._calls_in_background = task  # the loop keeps no reference
+            self._asking = asyncio.get_running_loop().create_task(self._ask())  # the loop keeps no reference
 
     async def _ask(self) -> None:
         try:
@@ -357,78 +357,12 @@ class AsyncEngine:
             asyncio.get_running_loop().call_later(CHECK_INTERVAL_S, self._check)
 
 
-_Message = EngineCoreOutputs | UtilityResult | EngineDeadError
-
-
-class _Inbox:
-    """Messages on their way from the reader thread to a loop; those that come while there is no loop wait."""
-
-    def __init__(self, handle: "weakref.WeakMethod[Callable[[_Message], None]]") -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self._handle = handle
-        self._messages: deque[_Message] = deque()
-
-    def use(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Deliver to this loop from now on; for the loop's thread."""
-        self.loop = loop
-        self._deliver()
-
-    def put(self, message: "_Message") -> None:
-        """Take a message; for the reader thread."""
-        self._messages.append(message)
-        loop = self.loop
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the next one gets it
-                loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        handle = self._handle()
-        while handle is not None and self._messages:
-            handle(self._messages.popleft())
-
-
-def _read(client: MPClient, inbox: _Inbox) -> None:
-    """The reader thread: ends with the core."""
-    while True:
-        try:
-            message = client.receive()
-        except EngineDeadError as error:
-            inbox.put(error)
-            return
-        inbox.put(message)
-
-
 def _stop_engine(client: MPClient, reader: Thread, threads: ThreadPoolExecutor) -> None:
     client.stop_receiving()
     if reader.ident is not None:
         reader.join()
     client.shutdown()
     threads.shutdown(wait=False, cancel_futures=True)
-
-
-def split_outputs(outputs: EngineCoreOutputs, size: int) -> list[EngineCoreOutputs]:
-    """Cut outputs into parts with at most `size` tokens each, in order.
-
-    Columns (lists parallel to request_ids) are sliced; what is kept by request id goes with the request's token, or
-    into the last part; what is of the step is in every part.
-    """
-    num_tokens = len(outputs.request_ids)
-    if num_tokens <= size:
-        return [outputs]
-    values = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
-    shared = {name: value for name, value in values.items() if not isinstance(value, dict | list)}
-    rest = {name: dict(value) for name, value in values.items() if isinstance(value, dict)}
-    parts = []
-    for start in range(0, num_tokens, size):
-        ids = outputs.request_ids[start : start + size]
-        part: dict[str, Any] = shared | {
-            n: v[start : start + size] for n, v in values.items() if isinstance(v, list) and v
-        }
-        for name, by_id in rest.items():
-            is_last = start + size >= num_tokens
-            part[name] = by_id if is_last else {i: by_id.pop(i) for i in ids if i in by_id}
-        parts.append(EngineCoreOutputs(**part))
-    return parts
 
 
 def _is_waited_for(future: asyncio.Future[Any]) -> bool:

@@ -24,7 +24,6 @@ _ARGUMENTS = frozenset(
     {
         "conversation",
         "messages",
-        "documents",
         "sanitize_control_tokens",
         "padding",
         "truncation",
@@ -62,9 +61,8 @@ def render(
     return _compile(template).render(
         messages=[_with_reasoning({k: v for k, v in message.items() if v is not None}) for message in messages],
         tools=tools,
-        documents=None,
         add_generation_prompt=add_generation_prompt,
-        **variables,
+        **{"documents": None, **variables},
     )
 
 

@@ -58,6 +58,14 @@ def test_template_renders_as_transformers_renders_it(template, tools):
     assert render(template, MESSAGES, tools=tools, add_generation_prompt=True, variables=variables) == expected[0]
 
 
+def test_documents_are_rendered_as_transformers_renders_them():
+    template = "{% for d in documents or [] %}{{ d.title }}: {{ d | tojson }}{% endfor %}{{ documents is none }}"
+    documents = [{"title": "é", "text": "x"}, {"title": "2", "n": [1]}]
+    expected, _ = render_jinja_template([MESSAGES], None, documents, template)
+    variables = {"documents": documents}
+    assert render(template, MESSAGES, tools=None, add_generation_prompt=False, variables=variables) == expected[0]
+
+
 @pytest.mark.parametrize("template", REFUSED)
 def test_template_that_transformers_refuses_is_refused(template):
     errors = []
@@ -74,7 +82,7 @@ def test_template_that_transformers_refuses_is_refused(template):
 
 @pytest.mark.parametrize(
     ("messages", "variables"),
-    [([], {}), ([{"role": object()}], {}), ([{"role": "user"}], {"documents": []}), ([{1: "user"}], {})],
+    [([], {}), ([{"role": object()}], {}), ([{"role": "user"}], {"padding": True}), ([{1: "user"}], {})],
 )
 def test_what_is_not_plain_is_left_to_transformers(messages, variables):
     assert not can_render(messages, None, variables)

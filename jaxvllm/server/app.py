@@ -151,7 +151,11 @@ def _add_middleware(app: FastAPI, serving: Serving) -> None:
     config = serving.config
     app.add_middleware(LoadCount, load=serving.load)
     for path in config.middleware:
-        _add_custom_middleware(app, path)
+        found = find_middleware(path)
+        if inspect.isclass(found):
+            app.add_middleware(found)
+        else:
+            app.add_middleware(BaseHTTPMiddleware, dispatch=found)
     if config.api_keys:
         app.add_middleware(KeyCheck, keys=Keys(config.api_keys))
     if config.enable_request_id_headers:
@@ -165,12 +169,13 @@ def _add_middleware(app: FastAPI, serving: Serving) -> None:
     )
 
 
-def _add_custom_middleware(app: FastAPI, path: str) -> None:
+def find_middleware(path: str) -> Any:
+    """The middleware of an import path: an ASGI class, or an async function as Starlette's dispatch is one.
+
+    Raises: ImportError, ValueError: there is none.
+    """
     module, _, name = path.rpartition(".")
     found = getattr(importlib.import_module(module), name, None) if module else None
-    if inspect.isclass(found):
-        app.add_middleware(found)  # type: ignore[arg-type]  # an ASGI middleware, or its own error says that it is none
-    elif inspect.iscoroutinefunction(found):
-        app.add_middleware(BaseHTTPMiddleware, dispatch=found)
-    else:
+    if not inspect.isclass(found) and not inspect.iscoroutinefunction(found):
         raise ValueError(f"middleware={path!r} must be the import path of a class or of an async function.")
+    return found

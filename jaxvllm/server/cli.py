@@ -9,6 +9,7 @@ from jaxvllm.chat import read_chat_template
 from jaxvllm.cli_args import add_engine_options, flag, given_engine_args, json_object
 from jaxvllm.config import EngineArgs, api_key_from_environment
 from jaxvllm.server.config import DEFAULT_MAX_REQUEST_BYTES, ServerConfig
+from jaxvllm.tool_parsers import get_tool_parser
 from jaxvllm.vllm_args import NOT_BUILT
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
@@ -144,6 +145,8 @@ def refuse_options(args: argparse.Namespace) -> None:
             raise NotImplementedError(f"{flag(name)} {value!r} is not supported: leave it out.")
     if args.enable_auto_tool_choice != (args.tool_call_parser is not None):
         raise ValueError("--enable-auto-tool-choice and --tool-call-parser need each other: give both.")
+    if args.tool_call_parser is not None:
+        get_tool_parser(args.tool_call_parser)
     if (args.ssl_keyfile is None) != (args.ssl_certfile is None):
         raise ValueError("--ssl-keyfile and --ssl-certfile need each other: give both.")
     if not 0 <= args.port <= 65535:

@@ -17,7 +17,7 @@ import uvicorn
 
 from jaxvllm.async_engine import AsyncEngine
 from jaxvllm.config import EngineArgs
-from jaxvllm.server.app import make_app
+from jaxvllm.server.app import find_middleware, make_app
 from jaxvllm.server.cli import DEFAULT_HOST
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.http import BoundedHttpProtocol
@@ -35,6 +35,8 @@ def serve(args: argparse.Namespace, engine_args: EngineArgs, config: ServerConfi
     """Serve until a signal (exit status 0) or the core's death (1)."""
     logging.getLogger("jaxvllm").setLevel(logging.INFO)
     _allow_many_files()
+    for path in config.middleware:
+        find_middleware(path)  # a bad one is refused before the model is loaded
     listener = _bind(args)
     try:
         engine = AsyncEngine(engine_args, step_timeout_s=args.step_timeout)

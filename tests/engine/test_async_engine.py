@@ -10,7 +10,8 @@ import weakref
 import pytest
 
 from jaxvllm import AsyncEngine, AsyncLLMEngine, EngineArgs, EngineDeadError, RequestOutputKind, SamplingParams
-from jaxvllm.async_engine import MAX_OUTPUTS_AT_ONCE, split_outputs
+from jaxvllm.async_engine import MAX_OUTPUTS_AT_ONCE
+from jaxvllm.core_reader import split_outputs
 from jaxvllm.metrics import Counter, Gauge
 from jaxvllm.output_collector import OutputCollector
 from jaxvllm.outputs import CompletionOutput, RequestOutput

@@ -57,6 +57,8 @@ def test_limits_depend_on_the_device_as_in_vllm():
     assert default_limits("cpu", None) == (512, 16)
     assert default_limits("gpu", GpuInfo("NVIDIA H200", 141 << 30)) == (16384, 1024)
     assert default_limits("gpu", GpuInfo("NVIDIA A100-SXM4-80GB", 80 << 30)) == (8192, 256)
+    assert default_limits("gpu", GpuInfo("NVIDIA H200", 141 << 30), is_server=True) == (8192, 1024)
+    assert default_limits("gpu", GpuInfo("NVIDIA A100-SXM4-80GB", 80 << 30), is_server=True) == (2048, 256)
 
 
 def test_one_given_limit_bends_the_other_default():

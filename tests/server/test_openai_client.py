@@ -90,16 +90,6 @@ def test_asynchronous_client_many_at_once(smol):
     assert asyncio.run(scenario()) == [ANSWER] * 6
 
 
-def test_logprobs(client):
-    answer = client.chat.completions.create(messages=QUESTION, max_tokens=4, logprobs=True, top_logprobs=2, **GREEDY)
-    content = answer.choices[0].logprobs.content
-    assert "".join(entry.token for entry in content) == "The capital of France"
-    assert all(entry.top_logprobs[0].token == entry.token and len(entry.top_logprobs) == 2 for entry in content)
-    whole = client.completions.create(prompt="Paris is", max_tokens=2, logprobs=2, echo=True, **GREEDY).choices[0]
-    assert whole.logprobs.tokens[0] == "Paris" and whole.logprobs.token_logprobs[0] is None
-    assert "".join(whole.logprobs.tokens) == whole.text
-
-
 SCHEMA = {
     "type": "object",
     "properties": {"capital": {"enum": ["Paris", "Rome"]}},
