@@ -66,7 +66,7 @@ def seconds_a_call(function: Callable[..., Any], args: tuple, *, carry: bool = F
 
     _, args = queue(2, args)
     once, args = queue(3, args)
-    count = max(3, int(0.12 / (once / 3)))
+    count = max(3, int(0.1 / (once / 3)))
     times = []
     for _ in range(5):
         elapsed, args = queue(count, args)
@@ -276,12 +276,12 @@ def plan_rows(section: str) -> Plan:
         for sizes in ((1, 1, "decode"), (256, 256, "decode"), (2048, 256, "mixed"), (16384, 1024, "mixed")):
             rows.append((f"work {sizes}", partial(work_row, *sizes)))
     if section == "variants":
-        for name, config in prefills.items():
-            for shape in shapes.VARIANT_PREFILL_SHAPES if name != "default" else ():
-                rows.append((f"{shape.name} {name}", partial(prefill_row, shape, name, config)))
-        for name, config in decodes.items():
-            for shape in shapes.VARIANT_DECODE_SHAPES if name != "default" else ():
+        for shape in shapes.VARIANT_DECODE_SHAPES:
+            for name, config in decodes.items():
                 rows.append((f"{shape.name} {name}", partial(decode_row, shape, name, config)))
+        for shape in shapes.VARIANT_PREFILL_SHAPES:
+            for name, config in prefills.items():
+                rows.append((f"{shape.name} {name}", partial(prefill_row, shape, name, config)))
     return rows
 
 
@@ -289,9 +289,11 @@ def plan_checks(section: str) -> list[tuple[str, CheckShape, AttentionConfig, in
     """100 batches with the default configuration over group sizes 1, 2, 3, 4, 7, 8, and a few with each other one."""
     heads = {shape.name: shape for shape in HEAD_SHAPES}
     if section == "check variants":
-        shape = CheckShape(heads["llama-3.1-8b"], "mixed", 1024, 32)
-        configs = shapes.attention_configs().items()
-        return [(name, shape, config, 4) for name, config in configs if not name.endswith("default")]
+        llama = heads["llama-3.1-8b"]
+        decode, mixed = CheckShape(llama, "decode", 64, 64), CheckShape(llama, "mixed", 512, 16)
+        decodes, prefills = shapes.DECODE_CONFIGS.items(), shapes.PREFILL_CONFIGS.items()
+        rows = [(name, decode, replace(H200, decode=config), 4) for name, config in decodes]
+        return rows + [(name, mixed, replace(H200, prefill=config), 3) for name, config in prefills]
     if section != "check":
         return []
     wide = HeadShape("8 of 64", 16, 2, 64)
@@ -368,7 +370,7 @@ def gpu_and_driver() -> str:
 
 
 # Seconds after which a section is given up.
-SECTIONS = {"check": 150, "decode": 120, "prefill": 120, "check variants": 90, "variants": 120}
+SECTIONS = {"check": 150, "decode": 120, "prefill": 120, "check variants": 50, "variants": 90}
 
 
 def run_all(args: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ are the queries, keys and values of pad tokens. Each batch runs twice and has to
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -127,6 +127,14 @@ def _step(shape: CheckShape, config: AttentionConfig | None, base: Any, *args: A
     return attend(q, kv_cache, layer, tables, lens, starts, work, scale=scale, config=config), kv_cache
 
 
+@cache
+def _reference(shape: CheckShape) -> Any:
+    # Else XLA leaves out roundings to bfloat16 that the kernel does.
+    exact = {"xla_allow_excess_precision": False}
+    return jax.jit(partial(_step, shape, None), compiler_options=exact)
+
+
+@jax.jit
 def _compare(got: Any, again: Any, expected: Any, num_tokens: jax.Array) -> dict[str, jax.Array]:
     """Figures of one batch, on the device."""
     out, cache = got
@@ -165,10 +173,7 @@ def check(shape: CheckShape, config: AttentionConfig, *, num_batches: int, seed:
     weights = jax.random.uniform(keys[3], (2, heads.head_dim), jnp.bfloat16, 0.2, 1.2)
     floats = (qkv, (jnp.cos(angles), jnp.sin(angles)), HeadNorm(weights[0], weights[1], eps=1e-6))
     kernels = jax.jit(partial(_step, shape, config))
-    # Else XLA leaves out roundings to bfloat16 that the kernel does.
-    exact = {"xla_allow_excess_precision": False}
-    reference = jax.jit(partial(_step, shape, None), compiler_options=exact)
-    compare = jax.jit(_compare)
+    reference = _reference(shape)
     rng = np.random.default_rng(seed)
     worst = {"relative": 0.0, "absolute": 0.0}
     failures = []
@@ -176,7 +181,7 @@ def check(shape: CheckShape, config: AttentionConfig, *, num_batches: int, seed:
         batch = random_batch(rng, shape)
         num_tokens = batch.query_start_loc[-1]
         args = (base, *floats, batch.is_old, num_tokens, batch.slot_mapping, *batch.rows())
-        row = {k: v.item() for k, v in compare(kernels(*args), kernels(*args), reference(*args), num_tokens).items()}
+        row = {k: v.item() for k, v in _compare(kernels(*args), kernels(*args), reference(*args), num_tokens).items()}
         worst = {name: max(worst[name], row[name]) for name in worst}
         good = row["relative"] < MAX_RELATIVE_ERROR and row["absolute"] < MAX_ABSOLUTE_ERROR
         if not (good and row["pads_zero"] and row["same_bits"] and row["cache_close"]):

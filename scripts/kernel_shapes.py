@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pallas_kernels.tuning import H200, NUM_SMS, AttentionConfig, DecodeConfig, PrefillConfig
+from pallas_kernels.tuning import H200, NUM_SMS, DecodeConfig, PrefillConfig
 
 ANCHORS = Path(__file__).with_name("anchors_h200.json")
 
@@ -82,33 +82,29 @@ _BASE = H200.decode
 _SMALL = 4 * NUM_SMS
 DECODE_CONFIGS: dict[str, DecodeConfig] = {
     "default": _BASE,
+    # Divides the items of many batches, so that no item is cut and nothing has to be merged.
+    "256-ctas": replace(_BASE, num_ctas=256),
     # About 80% of the line in two large stretches an SM, the rest in small ones for whichever SM is free.
     "tail-20%": replace(_BASE, num_ctas=2 * NUM_SMS + _SMALL, num_small_ctas=_SMALL, small_ratio=8),
     "waves-2": replace(_BASE, num_ctas=4 * NUM_SMS),
-    "waves-4": replace(_BASE, num_ctas=8 * NUM_SMS),
-    "tile-128": replace(_BASE, tile=128, stages=3, num_ctas=NUM_SMS),
     "two-copy-warps": replace(_BASE, copy_warps=2),
+    "stages-2": replace(_BASE, stages=2),
+    "3-ctas-an-sm": replace(_BASE, stages=2, num_ctas=384),
+    "1-cta-an-sm": replace(_BASE, stages=6, num_ctas=128),
+    "tile-128": replace(_BASE, tile=128, num_ctas=128),
 }
 PREFILL_CONFIGS: dict[str, PrefillConfig] = {
     "default": H200.prefill,
     "pingpong": replace(H200.prefill, pingpong=not H200.prefill.pingpong),
     "two-copy-warps": replace(H200.prefill, copy_warps=2),
-    "pingpong two-copy-warps": replace(H200.prefill, pingpong=True, copy_warps=2),
     "one-tile-a-cta": replace(H200.prefill, num_ctas=64 * NUM_SMS),
 }
-# The variants run on these; the default on all.
-VARIANT_DECODE_SHAPES = (*DECODE_SHAPES[:3], DECODE_SHAPES[4])
-VARIANT_PREFILL_SHAPES = PREFILL_SHAPES[:3]
+# All variants are timed on these.
+VARIANT_DECODE_SHAPES = DECODE_SHAPES[1:4]
+VARIANT_PREFILL_SHAPES = PREFILL_SHAPES[:2]
 
 
 def flash_attention_3_us(name: str) -> float | None:
     """FlashAttention-3's time for a shape, measured on an H200 through CUDA graphs, or None."""
     rows = json.loads(ANCHORS.read_text())["flash_attention_3_kernels"]
     return next((row["us"] for row in rows if row["shape"] == name), None)
-
-
-def attention_configs() -> dict[str, AttentionConfig]:
-    """Every configuration above, once, for the correctness check."""
-    decodes = {f"decode {name}": replace(H200, decode=config) for name, config in DECODE_CONFIGS.items()}
-    prefills = {f"prefill {name}": replace(H200, prefill=config) for name, config in PREFILL_CONFIGS.items()}
-    return {**decodes, **prefills}
