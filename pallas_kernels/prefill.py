@@ -16,12 +16,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import COPIES_OF_WARPS, LOG2E, MIN_SCORE, Ref, div, full, pl, plgpu, swizzled_smem
+from pallas_kernels.common import (
+    COPIES_OF_WARPS,
+    LOG2E,
+    MIN_SCORE,
+    Ref,
+    div,
+    finish_before_what_follows,
+    full,
+    hide_columns_from,
+    pl,
+    plgpu,
+    swizzled_smem,
+)
 from pallas_kernels.tuning import PrefillConfig
 from pallas_kernels.work_lists import COMPUTE_WARPGROUPS, ROWS_PER_WARPGROUP, PrefillWork, tokens_per_warpgroup
 
 # Registers a thread: 2 * 232 + 40 fit the 65,536 of an SM.
-_COMPUTE_REGISTERS, _COPY_REGISTERS = 232, 40
+_COMPUTE_REGISTERS, _COPY_REGISTERS = 240, 24
 
 
 @dataclass(frozen=True)
@@ -149,7 +161,7 @@ def _attend(statics: _Statics, *refs: Ref) -> None:
         plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),  # k free
         plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),  # v free
         plgpu.Barrier(num_arrivals=warpgroups),  # v zeroed beyond the last key
-        plgpu.Barrier(num_arrivals=warpgroups),  # whose turn it is on the tensor cores
+        plgpu.Barrier(num_barriers=warpgroups),  # whose turn it is on the tensor cores
         collective_axes="warpgroup",
     )
 
@@ -284,10 +296,10 @@ def _compute(statics: _Statics, refs: tuple[Ref, ...], scratch: tuple[Ref, ...],
         return done + _num_steps(statics, query)
 
     if statics.config.pingpong:
-        pl.when(warpgroup == 1)(lambda: _take_turns(turn))
+        pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
     lax.fori_loop(0, _num_rounds(statics, num_tiles_ref), query_body, jnp.int32(0))
     if statics.config.pingpong:
-        pl.when(warpgroup == 0)(lambda: _take_turns(turn))
+        pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -349,27 +361,6 @@ def _attend_tiles(
     factor = statics.scale * LOG2E
     wgmma = plgpu.Layout.WGMMA
 
-    def scores_of(slot: jax.Array) -> jax.Array:
-        def body(acc: Ref) -> jax.Array:
-            plgpu.wgmma(acc, q_smem, k_smem.at[slot].transpose((1, 0)))
-            if config.pingpong:
-                _take_turns(turn)
-            return acc[...]
-
-        return pl.run_scoped(body, plgpu.ACC((rows, tile), jnp.float32))
-
-    def add_values(acc: jax.Array, p: jax.Array, slot: jax.Array) -> jax.Array:
-        if config.p_in_registers:
-            return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem.at[slot]))(plgpu.ACC.init(acc))
-
-        def body(acc_ref: Ref) -> jax.Array:
-            plgpu.wgmma(acc_ref, p_smem.at[warpgroup], v_smem.at[slot])
-            return acc_ref[...]
-
-        p_smem[warpgroup] = p
-        plgpu.commit_smem()
-        return acc + pl.run_scoped(body, plgpu.ACC((rows, head_dim), jnp.float32))
-
     def zero_values_beyond(slot: jax.Array, num_keys: jax.Array) -> None:
         # The weights there are 0, but 0 * NaN is NaN. Each warpgroup does its half; both wait for both.
         half = pl.ds(warpgroup * (tile // 2), tile // 2)
@@ -379,40 +370,99 @@ def _attend_tiles(
         plgpu.commit_smem()
         _take_turns(v_zeroed)
 
-    def step(i: jax.Array, carry: tuple[jax.Array, ...], *, is_masked: bool) -> tuple[jax.Array, ...]:
-        acc, highest, total = carry
-        slot = lax.rem(done + i, jnp.int32(config.stages))
-        plgpu.barrier_wait(k_full.at[slot])
-        scores = scores_of(slot)
-        plgpu.barrier_arrive(k_free.at[slot])
+    def slot_of(i: jax.Array) -> jax.Array:
+        return lax.rem(done + i, jnp.int32(config.stages))
+
+    def hand_over(p: jax.Array) -> jax.Array | None:
+        """P for the next product: registers, or shared memory."""
+        p = p.astype(dtype)
+        if config.p_in_registers:
+            return p
+        p_smem[warpgroup] = p
+        plgpu.commit_smem()
+        return None
+
+    def add_values(acc_ref: Ref, p: jax.Array | None, slot: jax.Array) -> None:
+        plgpu.wgmma(acc_ref, p_smem.at[warpgroup] if p is None else p, v_smem.at[slot])
+
+    def softmax(
+        i: jax.Array, scores: jax.Array, highest: jax.Array, total: jax.Array, *, is_masked: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """P in float32, the new maximum and sum, and the factor of what was summed before."""
         if is_masked:
-            key = plgpu.broadcasted_iota(jnp.int32, (rows, tile), 1, layout=wgmma) + i * tile
-            token = div(plgpu.broadcasted_iota(jnp.int32, (rows, tile), 0, layout=wgmma), statics.group)
-            scores = jnp.where(key <= first_position + token, scores, MIN_SCORE)
+            token = div(plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=by_row), statics.group)
+            num_seen = token + (first_position + 1 - i * tile)
+            scores = hide_columns_from(num_seen, scores, interpret=not config.p_in_registers)
         new_highest = jnp.maximum(highest, scores.max(axis=1) * factor)
         rescale = jnp.exp2(highest - new_highest)
         p = jnp.exp2(scores * factor - _across_columns(new_highest, scores))
-        acc = acc * _across_columns(rescale, acc)
-        total = total * rescale + p.sum(axis=1)
-        p = p.astype(dtype)
+        return p, new_highest, total * rescale + p.sum(axis=1), rescale
+
+    def scores_of(slot: jax.Array) -> jax.Array:
+        def body(acc: Ref) -> jax.Array:
+            plgpu.wgmma(acc, q_smem, k_smem.at[slot].transpose((1, 0)))
+            return acc[...]
+
+        return pl.run_scoped(body, plgpu.ACC((rows, tile), jnp.float32))
+
+    def first_step() -> tuple[jax.Array | None, jax.Array, jax.Array]:
+        slot = slot_of(jnp.int32(0))
+        plgpu.barrier_wait(k_full.at[slot])
+        scores = scores_of(slot)
+        plgpu.barrier_arrive(k_free.at[slot])
+        p, highest, total, _ = softmax(
+            jnp.int32(0), scores, full((rows,), MIN_SCORE, by_row), full((rows,), 0.0, by_row), is_masked=True
+        )
+        return hand_over(p), highest, total
+
+    def step(i: jax.Array, carry: tuple[Any, ...], *, is_masked: bool) -> tuple[Any, ...]:
+        """Scores of tile i while the values of tile i - 1 are added, whose P is in the carry."""
+        acc, p, highest, total = carry
+        slot, before = slot_of(i), slot_of(i - 1)
+        plgpu.barrier_wait(k_full.at[slot])
         if config.pingpong:
-            acc, total, new_highest, p = lax.optimization_barrier((acc, total, new_highest, p))
-            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn.at[warpgroup])
+
+        def body(acc_ref: Ref, scores_ref: Ref) -> tuple[Any, ...]:
+            if config.p_in_registers:  # the interpreter starts from zeros and adds at the end
+                acc_ref[...] = acc
+            plgpu.wgmma(scores_ref, q_smem, k_smem.at[slot].transpose((1, 0)))
+            plgpu.barrier_wait(v_full.at[before])
+            add_values(acc_ref, p, before)
+            if config.pingpong:
+                plgpu.barrier_arrive(turn.at[1 - warpgroup])
+            scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+            plgpu.barrier_arrive(k_free.at[slot])
+            new = softmax(i, scores, highest, total, is_masked=is_masked)
+            if config.p_in_registers:
+                finish_before_what_follows(new[2])
+            new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+            return lax.optimization_barrier((new_acc if config.p_in_registers else acc + new_acc, *new))
+
+        accs = plgpu.ACC((rows, head_dim), jnp.float32), plgpu.ACC((rows, tile), jnp.float32)
+        acc, p, highest, total, rescale = pl.run_scoped(body, *accs)
+        plgpu.barrier_arrive(v_free.at[before])
+        return acc * _across_columns(rescale, acc), hand_over(p), highest, total
+
+    def last_values(acc: jax.Array, p: jax.Array | None) -> jax.Array:
+        last = num_steps - 1
+        slot = slot_of(last)
         plgpu.barrier_wait(v_full.at[slot])
-        if is_masked:
-            num_keys = query.num_keys - i * tile
-            pl.when(num_keys < tile)(lambda: zero_values_beyond(slot, num_keys))
-        if config.pingpong:
-            plgpu.barrier_wait(turn)
-        acc = add_values(acc, p, slot)
+        num_keys = query.num_keys - last * tile
+        pl.when(num_keys < tile)(lambda: zero_values_beyond(slot, num_keys))
+        def body(acc_ref: Ref) -> jax.Array:
+            add_values(acc_ref, p, slot)
+            return acc_ref[...]
+
+        acc = acc + pl.run_scoped(body, plgpu.ACC((rows, head_dim), jnp.float32))
         plgpu.barrier_arrive(v_free.at[slot])
-        return acc, new_highest, total
+        return acc
 
     by_row = wgmma.reduce(1)
-    carry = full((rows, head_dim), 0.0, wgmma), full((rows,), MIN_SCORE, by_row), full((rows,), 0.0, by_row)
-    num_unmasked = jnp.minimum(div(first_position + 1, tile), div(query.num_keys, tile))
-    carry = lax.fori_loop(0, num_unmasked, functools.partial(step, is_masked=False), carry)
-    acc, _, total = lax.fori_loop(
-        num_unmasked, _num_steps(statics, query), functools.partial(step, is_masked=True), carry
-    )
+    num_steps = _num_steps(statics, query)
+    num_unmasked = jnp.maximum(jnp.minimum(div(first_position + 1, tile), div(query.num_keys, tile)), 1)
+    carry = full((rows, head_dim), 0.0, wgmma), *first_step()
+    carry = lax.fori_loop(1, num_unmasked, functools.partial(step, is_masked=False), carry)
+    acc, p, _, total = lax.fori_loop(num_unmasked, num_steps, functools.partial(step, is_masked=True), carry)
+    acc = last_values(acc, p)
     return acc * _across_columns(1.0 / total, acc)
