@@ -67,7 +67,9 @@ def hide_columns_from(end: jax.Array, scores: jax.Array, *, interpret: bool) -> 
         first_column = arith.shli(arith.andi(mgpu.utils.thread_idx(), mgpu.utils.c(3, i32)), mgpu.utils.c(1, i32))
         ends = [arith.subi(vector.extract(row, [], [0]), first_column) for row in end.registers.flat]
         ends = [vector.broadcast(pair_type, e) for e in ends]
-        smallest = vector.broadcast(ir.VectorType.get((2,), ir.F32Type.get()), mgpu.utils.c(MIN_SCORE, ir.F32Type.get()))
+        smallest = vector.broadcast(
+            ir.VectorType.get((2,), ir.F32Type.get()), mgpu.utils.c(MIN_SCORE, ir.F32Type.get())
+        )
         registers = scores.registers.copy().reshape(-1, 2)
         for (block, row), pair in np.ndenumerate(registers):
             columns = ir.DenseElementsAttr.get(np.array([8 * block, 8 * block + 1], np.int32), type=pair_type)

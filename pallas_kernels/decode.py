@@ -12,6 +12,7 @@ Letters: T tokens  R rows  N query heads  K kv heads  H head_dim  G = N / K
 import functools
 import operator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -200,6 +201,17 @@ def _attend(statics: _Statics, *refs: Ref) -> None:
     )
 
 
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class _Tile:
+    """A key tile of an item."""
+
+    item: jax.Array
+    index: jax.Array  # within the item
+    length: jax.Array  # keys of the item
+    blocks: tuple[jax.Array, ...]
+
+
 @dataclass(frozen=True)
 class _Stretch:
     """The part of the line that one CTA has."""
@@ -231,16 +243,23 @@ def _copy_tiles(statics: _Statics, inputs: tuple[Ref, ...], scratch: tuple[Ref, 
     q_ref, cache_ref, tables_ref, lens_ref, layer_ref, _, starts_ref, _ = inputs
     q_smem, k_smem, v_smem, _, _, _, q_full, k_full, v_full, q_free, k_free, v_free = scratch
     rings = [((k_smem, k_full, k_free), (v_smem, v_full, v_free))[kv] for kv in copies]
-    stages, block_size, per_tile = statics.config.stages, statics.block_size, statics.blocks_per_tile
+    config, block_size, per_tile = statics.config, statics.block_size, statics.blocks_per_tile
+    stages = config.stages
     num_kv_heads = jnp.int32(statics.num_kv_heads)
     last_item = statics.num_rows * statics.num_kv_heads - 1
+    last_block = tables_ref.shape[1] - 1
     mine = _my_stretch(starts_ref, lax.axis_index("cta"))
     layer = layer_ref[0]
 
     def blocks_of(row: jax.Array, index: jax.Array) -> tuple[jax.Array, ...]:
-        # Never past the row's last block: what the table holds there is not this row's.
-        last = jnp.maximum(div(lens_ref[row] + (block_size - 1), block_size) - 1, 0)
-        return tuple(tables_ref[row, jnp.minimum(index * per_tile + j, last)] for j in range(per_tile))
+        return tuple(tables_ref[row, jnp.minimum(index * per_tile + j, last_block)] for j in range(per_tile))
+
+    def next_tile(tile: _Tile) -> _Tile:
+        ends = tile.index + 1 >= statics.num_tiles(tile.length)
+        item = jnp.minimum(jnp.where(ends, tile.item + 1, tile.item), last_item)
+        index = jnp.where(ends, 0, tile.index + 1)
+        row = div(item, num_kv_heads)
+        return _Tile(item, index, lens_ref[row], blocks_of(row, index))
 
     def copy_q(item: jax.Array, copied: jax.Array) -> None:
         slot = lax.rem(copied, jnp.int32(2))
@@ -253,20 +272,23 @@ def _copy_tiles(statics: _Statics, inputs: tuple[Ref, ...], scratch: tuple[Ref, 
         row = div(row, ATOM) * ATOM if statics.q_rows < ATOM else row
         plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(row, statics.columns)], q_smem.at[slot], q_full.at[slot])
 
+    def copy_block(tile: _Tile, j: int, kv: int, smem: Ref, filled: Ref) -> None:
+        # Blocks past the row's last one are not its own. What the buffer holds there is masked like its tail, and so
+        # is what the interpreter copies, which knows no predicates.
+        is_own = (tile.index * per_tile + j) * block_size < tile.length
+        is_own = None if j == 0 or config.merge == "kernel" else is_own
+        rows, head = pl.ds(j * block_size, block_size), lax.rem(tile.item, num_kv_heads)
+        source = cache_ref.at[layer, tile.blocks[j], kv, head]
+        plgpu.copy_gmem_to_smem(source, smem.at[rows], filled, predicate=is_own)
+
     def copy_tile(k: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        item, index, num_tiles, q_copied, blocks = carry
+        tile, following, q_copied = carry
         slot = lax.rem(k, jnp.int32(stages))
-        head = lax.rem(item, num_kv_heads)
-        is_new_item = jnp.logical_or(k == 0, index == 0)
+        is_new_item = jnp.logical_or(k == 0, tile.index == 0)
         if 0 in copies:
-            pl.when(is_new_item)(lambda: copy_q(item, q_copied))
-        # The next tile's block ids are read before anything is waited for: they come from device memory.
-        ends = index + 1 >= num_tiles
-        next_item = jnp.minimum(jnp.where(ends, item + 1, item), last_item)
-        next_index = jnp.where(ends, 0, index + 1)
-        next_row = div(next_item, num_kv_heads)
-        next_num_tiles = statics.num_tiles(lens_ref[next_row])
-        next_blocks = blocks_of(next_row, next_index)
+            pl.when(is_new_item)(lambda: copy_q(tile.item, q_copied))
+        # Block ids come from device memory, behind all that is in flight: they are read two tiles ahead.
+        after = next_tile(following)
         for kv, (smem, filled, free) in zip(copies, rings, strict=True):
 
             @pl.when(k >= stages)
@@ -274,14 +296,13 @@ def _copy_tiles(statics: _Statics, inputs: tuple[Ref, ...], scratch: tuple[Ref, 
                 plgpu.barrier_wait(free.at[slot])
 
             for j in range(per_tile):
-                rows = pl.ds(j * block_size, block_size)
-                plgpu.copy_gmem_to_smem(cache_ref.at[layer, blocks[j], kv, head], smem.at[slot, rows], filled.at[slot])
-        return next_item, next_index, next_num_tiles, q_copied + jnp.where(is_new_item, 1, 0), next_blocks
+                copy_block(tile, j, kv, smem.at[slot], filled.at[slot])
+        return following, after, q_copied + jnp.where(is_new_item, 1, 0)
 
-    row = div(jnp.minimum(mine.first_item, last_item), num_kv_heads)
-    start = (mine.first_item, mine.first_index, statics.num_tiles(lens_ref[row]), jnp.int32(0))
-    carry = (*start, blocks_of(row, mine.first_index))
-    q_copied = lax.fori_loop(0, mine.num_tiles, copy_tile, carry)[3]
+    item = jnp.minimum(mine.first_item, last_item)
+    row = div(item, num_kv_heads)
+    first = _Tile(item, mine.first_index, lens_ref[row], blocks_of(row, mine.first_index))
+    q_copied = lax.fori_loop(0, mine.num_tiles, copy_tile, (first, next_tile(first), jnp.int32(0)))[2]
 
     # Every completion of a barrier has to be waited for before the CTA ends.
     def drain(k: jax.Array, _: None) -> None:
@@ -531,9 +552,7 @@ def _arrive(arrivals_ref: Ref, flag_smem: Ref, index: jax.Array, others: jax.Arr
         mgpu.utils.warpgroup_barrier()  # the stores of all 128 threads come before the release
         with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
             pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(counters), [index], i32)
-            ptx("fence.acq_rel.gpu;")
             before = ptx("atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;", pointer, result_types=i32)
-            ptx("fence.acq_rel.gpu;")
             is_last = arith.cmpi(arith.CmpIPredicate.eq, before, others)
             ptx("st.global.u32 [$0], 0;", pointer, predicate=is_last)
             memref.store(arith.extui(i32, is_last), flag, [zero])

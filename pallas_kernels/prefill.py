@@ -450,6 +450,7 @@ def _attend_tiles(
         plgpu.barrier_wait(v_full.at[slot])
         num_keys = query.num_keys - last * tile
         pl.when(num_keys < tile)(lambda: zero_values_beyond(slot, num_keys))
+
         def body(acc_ref: Ref) -> jax.Array:
             add_values(acc_ref, p, slot)
             return acc_ref[...]

@@ -276,12 +276,12 @@ def plan_rows(section: str) -> Plan:
         for sizes in ((1, 1, "decode"), (256, 256, "decode"), (2048, 256, "mixed"), (16384, 1024, "mixed")):
             rows.append((f"work {sizes}", partial(work_row, *sizes)))
     if section == "variants":
-        for shape in shapes.VARIANT_DECODE_SHAPES:
-            for name, config in decodes.items():
-                rows.append((f"{shape.name} {name}", partial(decode_row, shape, name, config)))
         for shape in shapes.VARIANT_PREFILL_SHAPES:
             for name, config in prefills.items():
                 rows.append((f"{shape.name} {name}", partial(prefill_row, shape, name, config)))
+        for shape in shapes.VARIANT_DECODE_SHAPES:
+            for name, config in decodes.items():
+                rows.append((f"{shape.name} {name}", partial(decode_row, shape, name, config)))
     return rows
 
 

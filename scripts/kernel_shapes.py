@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pallas_kernels.tuning import H200, NUM_SMS, DecodeConfig, PrefillConfig
+from pallas_kernels.tuning import H200, DecodeConfig, PrefillConfig
 
 ANCHORS = Path(__file__).with_name("anchors_h200.json")
 
@@ -79,28 +79,24 @@ PREFILL_SHAPES = (
 WRITE_TOKENS = (1, 64, 256, 2048, 16384)
 
 _BASE = H200.decode
-_SMALL = 4 * NUM_SMS
 DECODE_CONFIGS: dict[str, DecodeConfig] = {
     "default": _BASE,
-    # Divides the items of many batches, so that no item is cut and nothing has to be merged.
-    "256-ctas": replace(_BASE, num_ctas=256),
-    # About 80% of the line in two large stretches an SM, the rest in small ones for whichever SM is free.
-    "tail-20%": replace(_BASE, num_ctas=2 * NUM_SMS + _SMALL, num_small_ctas=_SMALL, small_ratio=8),
-    "waves-2": replace(_BASE, num_ctas=4 * NUM_SMS),
-    "two-copy-warps": replace(_BASE, copy_warps=2),
-    "stages-2": replace(_BASE, stages=2),
-    "3-ctas-an-sm": replace(_BASE, stages=2, num_ctas=384),
-    "1-cta-an-sm": replace(_BASE, stages=6, num_ctas=128),
-    "tile-128": replace(_BASE, tile=128, num_ctas=128),
+    # 256 divides the items of many batches, so that no item is cut and nothing has to be merged.
+    "256 x 64 x 3": replace(_BASE, num_ctas=256, stages=3),
+    "256 x 64 x 2": replace(_BASE, num_ctas=256, stages=2),
+    "128 x 128 x 3": replace(_BASE, num_ctas=128, tile=128, stages=3),
+    "128 x 128 x 2": replace(_BASE, num_ctas=128, tile=128, stages=2),
+    "128 x 64 x 4": replace(_BASE, num_ctas=128, stages=4),
+    "128 x 64 x 3": replace(_BASE, num_ctas=128, stages=3),
 }
 PREFILL_CONFIGS: dict[str, PrefillConfig] = {
     "default": H200.prefill,
-    "pingpong": replace(H200.prefill, pingpong=not H200.prefill.pingpong),
+    "pingpong": replace(H200.prefill, pingpong=True),
     "two-copy-warps": replace(H200.prefill, copy_warps=2),
-    "one-tile-a-cta": replace(H200.prefill, num_ctas=64 * NUM_SMS),
+    "pingpong two-copy-warps": replace(H200.prefill, pingpong=True, copy_warps=2),
 }
 # All variants are timed on these.
-VARIANT_DECODE_SHAPES = DECODE_SHAPES[1:4]
+VARIANT_DECODE_SHAPES = (*DECODE_SHAPES[:4], DECODE_SHAPES[9])
 VARIANT_PREFILL_SHAPES = PREFILL_SHAPES[:2]
 
 
