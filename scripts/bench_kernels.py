@@ -139,7 +139,7 @@ def prefill_row(shape: shapes.PrefillShape, name: str, config: PrefillConfig) ->
     tables, num_blocks, rows = prefill_arrays(shape)
     num_tokens = shape.num_requests * shape.new
     group = shape.num_heads // shape.num_kv_heads
-    work = jax.jit(partial(make_prefill_work, num_tokens=num_tokens, group_size=group))(*rows)
+    work = jax.jit(partial(make_prefill_work, num_tokens=num_tokens, group_size=group, config=config))(*rows)
     one = jax.jit(partial(paged_prefill, scale=shape.head_dim**-0.5, config=config))
 
     def chain(q, out, kv_cache, tables, work):
@@ -198,7 +198,7 @@ def work_row(num_tokens: int, num_rows: int, kind: str) -> tuple[Any, Measure]:
     def chain(lens, starts, num_decodes, num_reqs):
         for _ in range(CHAIN):
             work = cut_attention_work(lens, starts, num_decodes, num_reqs, **sizes)
-            lens = lens + work.decode.arrivals[0]
+            lens = lens + work.decode[0].arrivals[0]
             lens = lens if work.prefill is None else lens + jnp.minimum(work.prefill.tiles[1, 0], 0)
         return lens
 

@@ -22,6 +22,7 @@ def lower_layer(heads: HeadShape, bucket: Bucket, block_size: int) -> str:
         where = (kv_cache, slot_mapping, layer)
         q, kv_cache = rope_and_write_kv(qkv, *where, rope=rope, norm=norm, backend="mosaic_gpu")
         sizes = {"num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads, "block_size": block_size}
+        sizes["head_dim"] = heads.head_dim
         options = {"kind": bucket.kind, "backend": "mosaic_gpu"}
         work = make_attention_work(*rows[1:], num_tokens=bucket.num_tokens, **sizes, **options)
         return paged_attention(q, kv_cache, layer, *rows, work, scale=0.1, **options), kv_cache
