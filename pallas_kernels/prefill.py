@@ -44,7 +44,13 @@ from pallas_kernels.work_lists import ROWS_PER_WARPGROUP, PrefillWork
 
 # Registers a thread of computing, copying and widening warpgroups, by how many compute and whether one widens; all
 # fit the 65,536 of an SM.
-_REGISTERS = {(2, False): (240, 24, 0), (2, True): (216, 24, 56), (1, False): (248, 24, 0), (1, True): (248, 24, 72)}
+_REGISTERS = {
+    (3, False): (160, 24, 0),
+    (2, False): (240, 24, 0),
+    (2, True): (216, 24, 56),
+    (1, False): (248, 24, 0),
+    (1, True): (248, 24, 72),
+}
 
 # Where a maximum starts: below all real scores, and so far above hidden ones that their weights are 0 in a row that
 # sees no key of its first tiles.
@@ -308,7 +314,8 @@ def _attend_tiles(
         return new if config.p_in_registers else acc + new
 
     def add_values(acc_ref: Ref, p: jax.Array | None, slot: jax.Array) -> None:
-        plgpu.wgmma(acc_ref, scratch.p.at[warpgroup] if p is None else p, v_smem.at[slot])
+        if config.leave_out != "values":
+            plgpu.wgmma(acc_ref, scratch.p.at[warpgroup] if p is None else p, v_smem.at[slot])
 
     def softmax(
         i: jax.Array, scores: jax.Array, highest: jax.Array, total: jax.Array, *, is_masked: bool
@@ -324,7 +331,8 @@ def _attend_tiles(
             scores = hide_columns(scores, hidden, num_seen, interpret=not config.p_in_registers)
         new_highest = jnp.maximum(highest, scores.max(axis=1) * to_base_2)
         rescale = jnp.exp2(highest - new_highest)
-        p = jnp.exp2(scores * to_base_2 - _across_columns(new_highest, scores))
+        p = scores * to_base_2 - _across_columns(new_highest, scores)
+        p = p if config.leave_out == "exp" else jnp.exp2(p)
         return p, new_highest, total * rescale + p.sum(axis=1), rescale
 
     def scores_of(slot: jax.Array) -> jax.Array:

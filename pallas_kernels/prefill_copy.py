@@ -182,7 +182,8 @@ def copy_tiles(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScrat
                 for j in range(per_tile):
                     rows = pl.ds(j * block_size, block_size)
                     source = inputs.kv_cache.at[layer, blocks[j], kv, query.head]
-                    plgpu.copy_gmem_to_smem(source, smem.at[slot, rows], filled.at[slot])
+                    predicate = done < 0 if config.leave_out == "copies" else None
+                    plgpu.copy_gmem_to_smem(source, smem.at[slot, rows], filled.at[slot], predicate=predicate)
             return next_blocks
 
         lax.fori_loop(first_step, sizes.end_step(query), copy_tile, blocks_of(query, jnp.int32(first_step)))

@@ -57,6 +57,7 @@ class PrefillConfig:
     copy_warps: int = 1
     p_in_registers: bool = True
     copy_whole_tiles: bool = True
+    leave_out: str = ""
 
 
 @dataclass(frozen=True)

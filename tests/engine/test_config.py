@@ -20,7 +20,7 @@ def test_unknown_argument_is_named_with_the_nearest_known_one():
         ("speculative_config", {"method": "ngram"}),
         ("enable_lora", True),
         ("enforce_eager", True),
-        ("kv_cache_dtype", "fp8"),
+        ("kv_cache_dtype_skip_layers", ["0"]),
         ("trust_remote_code", True),
     ],
 )
