@@ -56,8 +56,9 @@ class ModelLoadConfig:
 class MemoryConfig:
     """How large the KV pool is. num_blocks counts the null block; None: sized by the executor.
 
-    kv_cache_dtype is "auto", the model's dtype, or the name of another. kv_cache_bytes is the pool's size where it is fixed (a CPU, or kv_cache_memory_bytes); otherwise the pool takes
-    what gpu_memory_utilization of the GPU's memory leaves after weights and workspace.
+    kv_cache_dtype is "auto", the model's dtype, or the name of another. kv_cache_bytes is the pool's size where it is
+    fixed (a CPU, or kv_cache_memory_bytes); otherwise the pool takes what gpu_memory_utilization of the GPU's memory
+    leaves after weights and workspace.
     """
 
     block_size: int = 16

@@ -1,5 +1,6 @@
 """The paged KV pool on the device: its layout, what a block costs, and how many blocks fit."""
 
+import logging
 from dataclasses import dataclass
 
 import jax
@@ -10,6 +11,8 @@ from jax.sharding import Sharding
 from jaxvllm.model_config import ModelConfig
 from pallas_kernels import Backend, cache_head_dim
 from scheduler.batch import BatchLimits
+
+logger = logging.getLogger(__name__)
 
 GIB = 1024**3
 

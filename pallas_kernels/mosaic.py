@@ -59,6 +59,8 @@ def unsupported_reason(
         return f"{group_size} query heads a kv head, at most {MAX_GROUP_SIZE} have kernels"
     if block_size not in BLOCK_SIZES:
         return f"{block_size=}, only {BLOCK_SIZES} have kernels"
+    if block_size == BLOCK_SIZES[-1] and head_dim > 128:
+        return f"{block_size=} with heads of {head_dim}, which leaves no room in shared memory: use a smaller one"
     return None
 
 
