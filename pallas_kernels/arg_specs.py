@@ -90,6 +90,7 @@ def step_specs(
 ) -> StepSpecs:
     """The arguments of rope_and_write_kv and paged_attention in one bucket."""
     tokens, rows = bucket.num_tokens, bucket.num_rows
+    cache_dim, cache_dtype = cache_head_dim(heads.head_dim), heads.cache_dtype or heads.dtype
     table = jax.ShapeDtypeStruct((tokens, heads.head_dim // 2), jnp.float32)
 
     def floats(*shape: int, dtype: str = heads.dtype) -> jax.ShapeDtypeStruct:
@@ -102,10 +103,7 @@ def step_specs(
         qkv=floats(tokens, heads.num_kv_heads, heads.num_heads // heads.num_kv_heads + 2, heads.head_dim),
         rope=(table, table),
         norm_weight=floats(heads.head_dim),
-        kv_cache=floats(
-            *(28, num_blocks, 2, heads.num_kv_heads, block_size, cache_head_dim(heads.head_dim)),
-            dtype=heads.cache_dtype or heads.dtype,
-        ),
+        kv_cache=floats(28, num_blocks, 2, heads.num_kv_heads, block_size, cache_dim, dtype=cache_dtype),
         slot_mapping=ints(tokens),
         layer=ints(),
         block_tables=ints(rows, -(-max_model_len // block_size)),
@@ -137,8 +135,8 @@ def layer_function(heads: HeadShape, bucket: Bucket) -> Callable[..., tuple[jax.
         )
         options = {"sliding_window": heads.sliding_window, "soft_cap": heads.soft_cap}
         options |= {"sinks": jnp.zeros(heads.num_heads) if heads.has_sinks else None, "scale": 0.1}
-        out = paged_attention(q, kv_cache, layer, *rows, work, **options, kind=bucket.kind, backend="mosaic_gpu")
-        return out, kv_cache
+        options |= {"kind": bucket.kind, "backend": "mosaic_gpu"}
+        return paged_attention(q, kv_cache, layer, *rows, work, **options), kv_cache  # pyright: ignore[reportCallIssue]
 
     return layer
 

@@ -19,9 +19,6 @@ Ref = Any  # a reference to global or shared memory, or to barriers
 # Rows of a swizzle atom: a copy of a swizzled tile starts at a multiple of it in global memory, or is silently wrong.
 ATOM = 8
 LOG2E = math.log2(math.e)
-# What each copying warp copies, K (0), V (1) or both, by the number of such warps. Every copy costs 64 arrivals at a
-# barrier in shared memory, so that blocks of 16 keep one warp busy.
-COPIES_OF_WARPS = {1: ((0, 1),), 2: ((0,), (1,))}
 # Finite: exp2(score - max) of a masked key must be 0 and not NaN.
 MIN_SCORE = -1e30
 

@@ -18,7 +18,6 @@ from jax import lax
 
 from pallas_kernels.common import (
     ATOM,
-    COPIES_OF_WARPS,
     LOG2E,
     MIN_SCORE,
     Ref,
@@ -151,11 +150,7 @@ def _attend(sizes: DecodeSizes, *refs: Ref) -> None:
 
         @pl.when(warpgroup == 1)
         def _():
-            def warp_body(warp: jax.Array) -> None:
-                for i, copies in enumerate(COPIES_OF_WARPS[sizes.config.copy_warps]):
-                    pl.when(warp == i)(functools.partial(copy_tiles, sizes, inputs, scratch, copies))
-
-            plgpu.warp_map(warp_body)
+            plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: copy_tiles(sizes, inputs, scratch)))
 
     pl.run_scoped(scoped, *_scratch_types(sizes), collective_axes="warpgroup")
 

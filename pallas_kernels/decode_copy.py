@@ -27,9 +27,9 @@ class DecodeInputs:
     num_tokens: Ref
     starts: Ref
     stretch: Ref
-    arrivals: Ref | None = None
-    sinks: Ref | None = None
-    kv_scale: Ref | None = None
+    arrivals: Ref = None
+    sinks: Ref = None
+    kv_scale: Ref = None
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class DecodeScratch:
     q: Ref  # of this item and of the next
     k: Ref  # the rings
     v: Ref
-    k_wide: Ref | None  # where 8 bits are widened; K goes there in the interpreter only
-    v_wide: Ref | None
+    k_wide: Ref  # where 8 bits are widened; K goes there in the interpreter only
+    v_wide: Ref
     p: Ref
     o: Ref  # not swizzled, so that its rows can go anywhere
     is_last: Ref  # is this CTA the last to arrive
@@ -84,11 +84,9 @@ def my_stretch(starts_ref: Ref, cta: jax.Array) -> Stretch:
     return Stretch(first, num_tiles, item, starts_ref[2, cta], jnp.where(num_tiles > 0, num_items, 0))
 
 
-def copy_tiles(sizes: DecodeSizes, inputs: DecodeInputs, scratch: DecodeScratch, copies: tuple[int, ...]) -> None:
-    """One warp: the K (0) or V (1) blocks of each tile of the stretch, as buffers become free; with K each item's q."""
-    rings = [
-        ((scratch.k, scratch.k_full, scratch.k_free), (scratch.v, scratch.v_full, scratch.v_free))[kv] for kv in copies
-    ]
+def copy_tiles(sizes: DecodeSizes, inputs: DecodeInputs, scratch: DecodeScratch) -> None:
+    """One warp: the blocks of each tile of the stretch, as buffers become free, and each item's q."""
+    rings = (scratch.k, scratch.k_full, scratch.k_free), (scratch.v, scratch.v_full, scratch.v_free)
     tables_ref, lens_ref = inputs.block_tables, inputs.seq_lens
     config, block_size, per_tile = sizes.config, sizes.block_size, sizes.blocks_per_tile
     stages = config.stages
@@ -133,11 +131,10 @@ def copy_tiles(sizes: DecodeSizes, inputs: DecodeInputs, scratch: DecodeScratch,
         tile, following, q_copied = carry
         slot = lax.rem(k, jnp.int32(stages))
         is_new_item = jnp.logical_or(k == 0, tile.index == 0)
-        if 0 in copies:
-            pl.when(is_new_item)(lambda: copy_q(tile.item, q_copied))
+        pl.when(is_new_item)(lambda: copy_q(tile.item, q_copied))
         # Block ids come from device memory, behind all that is in flight: they are read two tiles ahead.
         after = next_tile(following)
-        for kv, (smem, filled, free) in zip(copies, rings, strict=True):
+        for kv, (smem, filled, free) in enumerate(rings):
 
             @pl.when(k >= stages)
             def _(free: Ref = free):
@@ -159,5 +156,4 @@ def copy_tiles(sizes: DecodeSizes, inputs: DecodeInputs, scratch: DecodeScratch,
         plgpu.barrier_wait(scratch.q_free.at[lax.rem(k, jnp.int32(2))])
 
     lax.fori_loop(jnp.maximum(mine.num_tiles - stages, 0), mine.num_tiles, drain, None)
-    if 0 in copies:
-        lax.fori_loop(jnp.maximum(q_copied - 2, 0), q_copied, drain_q, None)
+    lax.fori_loop(jnp.maximum(q_copied - 2, 0), q_copied, drain_q, None)

@@ -181,8 +181,8 @@ def attend(
         "scale": scale,
         "sliding_window": sliding_window,
         "soft_cap": soft_cap,
-        "sinks": sinks,
-        "kv_scale": kv_scale if kv_cache.dtype.itemsize == 1 else None,
+        "sinks": None if sinks is None else jnp.asarray(sinks, jnp.float32),
+        "kv_scale": None if kv_scale is None else jnp.asarray(kv_scale, jnp.float32),
         "interpret": plgpu.InterpretGPUParams() if interpret else False,
     }
     decode_work = work.decode_with(sliding_window)

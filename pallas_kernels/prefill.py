@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import (
-    COPIES_OF_WARPS,
     LOG2E,
     Ref,
     capped,
@@ -45,7 +44,6 @@ from pallas_kernels.work_lists import ROWS_PER_WARPGROUP, PrefillWork
 # Registers a thread of computing, copying and widening warpgroups, by how many compute and whether one widens; all
 # fit the 65,536 of an SM.
 _REGISTERS = {
-    (3, False): (160, 24, 0),
     (2, False): (240, 24, 0),
     (2, True): (216, 24, 56),
     (1, False): (248, 24, 0),
@@ -155,11 +153,7 @@ def _attend(sizes: PrefillSizes, *refs: Ref) -> None:
         def _():
             plgpu.set_max_registers(copy_registers, action="decrease")
 
-            def warp_body(warp: jax.Array) -> None:
-                for i, copies in enumerate(COPIES_OF_WARPS[config.copy_warps]):
-                    pl.when(warp == i)(functools.partial(copy_tiles, sizes, inputs, scratch, copies))
-
-            plgpu.warp_map(warp_body)
+            plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: copy_tiles(sizes, inputs, scratch)))
 
         if sizes.is_narrow:
 
@@ -201,14 +195,12 @@ def _scratch_types(sizes: PrefillSizes) -> tuple[Any, ...]:
         widened if sizes.is_narrow else None,
         widened if sizes.is_narrow else None,
         plgpu.Barrier(num_arrivals=warpgroups),
-        plgpu.Barrier(num_barriers=warpgroups),
     )
 
 
 def _compute(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch, warpgroup: jax.Array) -> None:
     """One of the computing warpgroups: its share of every query tile."""
     q_in, q_smem, o_smem = (buffer.at[warpgroup] for buffer in (scratch.q_in, scratch.q, scratch.o))
-    turn = scratch.turn
 
     def query_body(r: jax.Array, done: jax.Array) -> jax.Array:
         query = query_tile(sizes, inputs.tiles, r)
@@ -223,11 +215,7 @@ def _compute(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch
         _store_tokens(sizes, query, warpgroup, o_smem, inputs.out)
         return done + sizes.num_steps(query)
 
-    if sizes.config.pingpong:
-        pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
     lax.fori_loop(0, num_rounds(sizes, inputs.num_tiles), query_body, jnp.int32(0))
-    if sizes.config.pingpong:
-        pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -274,7 +262,7 @@ def _attend_tiles(
     wgmma = plgpu.Layout.WGMMA
     by_row = wgmma.reduce(1)
 
-    def slot_of(i: jax.Array) -> jax.Array:
+    def slot_of(i: jax.Array | int) -> jax.Array:
         return lax.rem(done + (i - first), jnp.int32(config.stages))
 
     def zero_unseen_values(i: jax.Array, lowest: jax.Array | int) -> None:
@@ -314,8 +302,7 @@ def _attend_tiles(
         return new if config.p_in_registers else acc + new
 
     def add_values(acc_ref: Ref, p: jax.Array | None, slot: jax.Array) -> None:
-        if config.leave_out != "values":
-            plgpu.wgmma(acc_ref, scratch.p.at[warpgroup] if p is None else p, v_smem.at[slot])
+        plgpu.wgmma(acc_ref, scratch.p.at[warpgroup] if p is None else p, v_smem.at[slot])
 
     def softmax(
         i: jax.Array, scores: jax.Array, highest: jax.Array, total: jax.Array, *, is_masked: bool
@@ -331,8 +318,7 @@ def _attend_tiles(
             scores = hide_columns(scores, hidden, num_seen, interpret=not config.p_in_registers)
         new_highest = jnp.maximum(highest, scores.max(axis=1) * to_base_2)
         rescale = jnp.exp2(highest - new_highest)
-        p = scores * to_base_2 - _across_columns(new_highest, scores)
-        p = p if config.leave_out == "exp" else jnp.exp2(p)
+        p = jnp.exp2(scores * to_base_2 - _across_columns(new_highest, scores))
         return p, new_highest, total * rescale + p.sum(axis=1), rescale
 
     def scores_of(slot: jax.Array) -> jax.Array:
@@ -356,8 +342,6 @@ def _attend_tiles(
         acc, p, highest, total = carry
         slot, before = slot_of(i), slot_of(i - 1)
         plgpu.barrier_wait(k_full.at[slot])
-        if config.pingpong:
-            plgpu.barrier_wait(scratch.turn.at[warpgroup])
 
         def body(acc_ref: Ref, scores_ref: Ref) -> tuple[Any, ...]:
             start_from(acc_ref, acc)
@@ -368,8 +352,6 @@ def _attend_tiles(
                 is_edge = jnp.logical_and(i - 1 == first, lowest_key > first * tile)
                 pl.when(is_edge)(lambda: zero_unseen_values(i - 1, lowest_key))
             add_values(acc_ref, p, before)
-            if config.pingpong:
-                plgpu.barrier_arrive(scratch.turn.at[1 - warpgroup])
             scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
             plgpu.barrier_arrive(scratch.k_free.at[slot])
             new = softmax(i, scores, highest, total, is_masked=is_masked)

@@ -73,8 +73,8 @@ class PrefillInputs:
     tiles: Ref
     num_tiles: Ref
     out: Ref
-    sinks: Ref | None = None
-    kv_scale: Ref | None = None
+    sinks: Ref = None
+    kv_scale: Ref = None
 
 
 @dataclass(frozen=True)
@@ -86,21 +86,20 @@ class PrefillScratch:
     o: Ref
     k: Ref  # the rings that the products read
     v: Ref
-    k_narrow: Ref | None  # what arrives, where the cache has 8 bits
-    v_narrow: Ref | None
-    p: Ref | None
+    k_narrow: Ref  # what arrives, where the cache has 8 bits
+    v_narrow: Ref
+    p: Ref
     q_full: Ref
     q_free: Ref
     k_full: Ref
     v_full: Ref
     k_free: Ref
     v_free: Ref
-    k_narrow_full: Ref | None
-    v_narrow_full: Ref | None
-    k_narrow_free: Ref | None
-    v_narrow_free: Ref | None
+    k_narrow_full: Ref
+    v_narrow_full: Ref
+    k_narrow_free: Ref
+    v_narrow_free: Ref
     v_zeroed: Ref  # values that nobody sees are zeroed
-    turn: Ref  # whose turn it is on the tensor cores
 
 
 @dataclass(frozen=True)
@@ -137,13 +136,13 @@ def query_tile(sizes: PrefillSizes, tiles_ref: Ref, r: jax.Array) -> QueryTile:
     return QueryTile(item - tile * sizes.num_kv_heads, row, token, position, num_tokens, num_keys=position + num_tokens)
 
 
-def copy_tiles(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch, copies: tuple[int, ...]) -> None:
-    """One warp: all K (0) or V (1) tiles that each query tile sees, as buffers become free; with K its q."""
+def copy_tiles(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch) -> None:
+    """One warp: each query tile's q and all K and V tiles that it sees, as buffers become free."""
     k_ring, v_ring = (scratch.k, scratch.k_full, scratch.k_free), (scratch.v, scratch.v_full, scratch.v_free)
     if sizes.is_narrow:
         k_ring = scratch.k_narrow, scratch.k_narrow_full, scratch.k_narrow_free
         v_ring = scratch.v_narrow, scratch.v_narrow_full, scratch.v_narrow_free
-    rings = [(k_ring, v_ring)[kv] for kv in copies]
+    rings = (k_ring, v_ring)
     config, block_size, per_tile = sizes.config, sizes.block_size, sizes.blocks_per_tile
     stages = jnp.int32(config.stages)
     layer = inputs.layer[0]
@@ -166,14 +165,13 @@ def copy_tiles(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScrat
     def query_body(r: jax.Array, copied: jax.Array) -> jax.Array:
         query = query_tile(sizes, inputs.tiles, r)
         first_step = sizes.first_step(query)
-        if 0 in copies:
-            copy_q(query, r)
+        copy_q(query, r)
 
         def copy_tile(i: jax.Array, blocks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             done = copied + i - first_step
             slot = lax.rem(done, stages)
             next_blocks = blocks_of(query, i + 1)  # before anything is waited for: they come from device memory
-            for kv, (smem, filled, free) in zip(copies, rings, strict=True):
+            for kv, (smem, filled, free) in enumerate(rings):
 
                 @pl.when(done >= stages)
                 def _(free: Ref = free):
@@ -182,8 +180,7 @@ def copy_tiles(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScrat
                 for j in range(per_tile):
                     rows = pl.ds(j * block_size, block_size)
                     source = inputs.kv_cache.at[layer, blocks[j], kv, query.head]
-                    predicate = done < 0 if config.leave_out == "copies" else None
-                    plgpu.copy_gmem_to_smem(source, smem.at[slot, rows], filled.at[slot], predicate=predicate)
+                    plgpu.copy_gmem_to_smem(source, smem.at[slot, rows], filled.at[slot])
             return next_blocks
 
         lax.fori_loop(first_step, sizes.end_step(query), copy_tile, blocks_of(query, jnp.int32(first_step)))
@@ -198,12 +195,10 @@ def copy_tiles(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScrat
 
     lax.fori_loop(jnp.maximum(copied - stages, 0), copied, drain, None)
 
-    if 0 in copies:
-
-        @pl.when(rounds > 0)
-        def _():
-            for warpgroup in range(config.warpgroups):
-                plgpu.barrier_wait(scratch.q_free.at[warpgroup])
+    @pl.when(rounds > 0)
+    def _():
+        for warpgroup in range(config.warpgroups):
+            plgpu.barrier_wait(scratch.q_free.at[warpgroup])
 
 
 def by_token(sizes: PrefillSizes, rows: Ref) -> Ref:

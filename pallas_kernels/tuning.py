@@ -20,7 +20,6 @@ class DecodeConfig:
       stages: steps in flight between the copying warp and the computing warps.
       num_ctas: CTAs of the grid, one a stretch. 256 and not two for each of 132 SMs: it divides the items of many
         batches, so that no item is cut and nothing has to be merged, and 128 SMs saturate the memory.
-      copy_warps: warps that copy: 1, or 2, one for K and one for V.
       merge: who combines the partial results of an item that several CTAs share. "atomic": the last to arrive.
         "kernel": a second kernel, for the interpreter, which has no atomics.
     """
@@ -28,7 +27,6 @@ class DecodeConfig:
     tile: int = 64
     stages: int = 2
     num_ctas: int = 256
-    copy_warps: int = 1
     merge: Literal["atomic", "kernel"] = "atomic"
 
 
@@ -41,8 +39,6 @@ class PrefillConfig:
       stages: steps in flight between the copying warp and the computing warps.
       num_ctas: persistent CTAs; shared memory allows one an SM.
       warpgroups: computing warpgroups of a CTA, 64 query rows each: 2, or 1 for large heads.
-      pingpong: the two computing warpgroups take turns on the tensor cores, as in FlashAttention-3.
-      copy_warps: warps that copy: 1, or 2, one for K and one for V.
       p_in_registers: the probabilities go from registers into the second product. False takes them through shared
         memory, for the interpreter, and 10% slower on the card.
       copy_whole_tiles: q arrives and o leaves by one copy a warpgroup. False takes a copy a token, for the
@@ -53,11 +49,8 @@ class PrefillConfig:
     stages: int = 2
     num_ctas: int = NUM_SMS
     warpgroups: int = 2
-    pingpong: bool = False
-    copy_warps: int = 1
     p_in_registers: bool = True
     copy_whole_tiles: bool = True
-    leave_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,14 +72,7 @@ _BYTES_IN_FLIGHT = 128 * 1024
 _MAX_SMEM_BYTES = 225 * 1024
 
 
-def attention_config(
-    *,
-    interpret: bool,
-    block_size: int,
-    head_dim: int = 128,
-    cache_bytes: int = 2,
-    config: AttentionConfig | None = None,
-) -> AttentionConfig:
+def attention_config(*, interpret: bool, block_size: int, head_dim: int = 128, cache_bytes: int = 2) -> AttentionConfig:
     """The configuration for a backend and a cache.
 
     Args:

@@ -38,7 +38,7 @@ from pallas_kernels.decode import paged_decode
 from pallas_kernels.mosaic import attend
 from pallas_kernels.prefill import paged_prefill
 from pallas_kernels.reference_rope_write import HeadNorm
-from pallas_kernels.tuning import H200, AttentionConfig, PrefillConfig
+from pallas_kernels.tuning import H200, AttentionConfig
 from pallas_kernels.validation import Backend
 from pallas_kernels.work_lists import cut_attention_work, make_decode_work, make_prefill_work
 
@@ -135,11 +135,9 @@ def prefill_arrays(shape: shapes.PrefillShape) -> tuple[np.ndarray, int, tuple]:
     return tables, num_blocks, rows
 
 
-def prefill_row(
-    shape: shapes.PrefillShape, name: str = "default", config: PrefillConfig | None = None
-) -> tuple[Any, Measure]:
+def prefill_row(shape: shapes.PrefillShape) -> tuple[Any, Measure]:
     """As decode_row. The calls alternate between two arrays as q and as the array that is written."""
-    config = config or shape.config.prefill
+    config = shape.config.prefill
     tables, num_blocks, rows = prefill_arrays(shape)
     num_tokens = shape.num_requests * shape.new
     group = shape.num_heads // shape.num_kv_heads
@@ -160,7 +158,7 @@ def prefill_row(
         arrays = [jax.random.normal(jax.random.key(i), q.shape, q.dtype) for i in range(2)]
         seconds = seconds_a_call(compiled, (*arrays, cache(), *rest), carry=True) / CHAIN
         rate = shape.flops / seconds / 1e12
-        return timing_row("prefill", shape.name, name, seconds, rate=rate, unit="TFLOP/s", ceiling=MATMUL_CEILING)
+        return timing_row("prefill", shape.name, "default", seconds, rate=rate, unit="TFLOP/s", ceiling=MATMUL_CEILING)
 
     return lowered, measure
 
@@ -283,10 +281,6 @@ def plan_rows(section: str) -> Plan:
         for decode, prefill in zip(shapes.BREADTH_DECODE_SHAPES, shapes.BREADTH_PREFILL_SHAPES, strict=True):
             rows.append((decode.name, partial(decode_row, decode)))
             rows.append((prefill.name, partial(prefill_row, prefill)))
-    if section == "variants":
-        for name, config in shapes.PREFILL_CONFIGS.items():
-            for shape in shapes.VARIANT_PREFILL_SHAPES:
-                rows.append((f"{shape.name} {name}", partial(prefill_row, shape, name, config)))
     return rows
 
 
@@ -387,7 +381,7 @@ def gpu_and_driver() -> str:
 
 
 # Seconds after which a section is given up.
-SECTIONS = {"check": 150, "decode": 120, "prefill": 120, "check breadth": 150, "breadth": 150, "variants": 60}
+SECTIONS = {"check": 150, "decode": 120, "prefill": 120, "check breadth": 150, "breadth": 150}
 
 
 def run_all(args: argparse.Namespace) -> None:
@@ -396,7 +390,7 @@ def run_all(args: argparse.Namespace) -> None:
         "commit": args.commit,
         "jax": jax.__version__,
         "gpu": gpu_and_driver(),
-        "configs": {name: asdict(config) for name, config in shapes.PREFILL_CONFIGS.items()},
+        "config": asdict(H200),
         "checks": [],
         "rows": [],
         "sections": {},

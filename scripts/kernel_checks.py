@@ -174,7 +174,8 @@ def _oracle(shape: CheckShape, q: Any, kv_cache: Any, tables: Any, lens: Any, st
     """Plain softmax attention in float64, a request and 64 of its tokens at a time: [T, N, H], zeros for pads."""
     heads, chunk = shape.heads, min(64, shape.num_tokens)
     group = heads.num_heads // heads.num_kv_heads
-    scales = jnp.ones(2) if shape.cache_dtype is None else _kv_scale(shape).astype(jnp.float64)
+    kv_scale, sinks = _kv_scale(shape), _sinks(shape)
+    scales = jnp.ones(2) if kv_scale is None else kv_scale.astype(jnp.float64)
     num_chunks = -(-(starts[1:] - starts[:-1]) // chunk)
     ends = jnp.cumsum(jnp.where(jnp.arange(len(lens)) < num_reqs, num_chunks, 0))
     q = jnp.pad(q, ((0, chunk), (0, 0), (0, 0))).astype(jnp.float64)
@@ -197,9 +198,9 @@ def _oracle(shape: CheckShape, q: Any, kv_cache: Any, tables: Any, lens: Any, st
         if shape.sliding_window is not None:
             seen &= key > position[:, None] - shape.sliding_window
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-        if shape.has_sinks:
-            sinks = _sinks(shape).reshape(heads.num_kv_heads, group, 1)
-            scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:3], 1))], axis=-1)
+        if sinks is not None:
+            by_head = sinks.reshape(heads.num_kv_heads, group, 1)
+            scores = jnp.concatenate([scores, jnp.broadcast_to(by_head, (*scores.shape[:3], 1))], axis=-1)
         weights = jax.nn.softmax(scores, axis=-1)[..., : len(key)]
         values = jnp.where(seen.any(axis=0)[:, None], kv[1], 0)
         result = jnp.einsum("tkgs,ksh->tkgh", weights, values).reshape(chunk, heads.num_heads, heads.head_dim)

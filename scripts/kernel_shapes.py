@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.mosaic import cache_head_dim
-from pallas_kernels.tuning import H200, AttentionConfig, PrefillConfig, attention_config
+from pallas_kernels.tuning import AttentionConfig, attention_config
 
 ANCHORS = Path(__file__).with_name("anchors_h200.json")
 
@@ -157,17 +157,6 @@ BREADTH_PREFILL_SHAPES = tuple(
     _prefill(1, 4096, 0, heads, kv_heads, **options) for heads, kv_heads, options in _BREADTH
 )
 WRITE_TOKENS = (1, 64, 256, 2048, 16384)
-
-_BASE = H200.prefill
-PREFILL_CONFIGS: dict[str, PrefillConfig] = {
-    "default": _BASE,
-    "pingpong": replace(_BASE, pingpong=True),
-    "3 warpgroups": replace(_BASE, warpgroups=3, tile=64),
-    "without exp2": replace(_BASE, leave_out="exp"),
-    "without PV": replace(_BASE, leave_out="values"),
-    "without copies": replace(_BASE, leave_out="copies"),
-}
-VARIANT_PREFILL_SHAPES = PREFILL_SHAPES[:1]
 
 
 def flash_attention_3_us(name: str) -> float | None:

@@ -99,23 +99,23 @@ SETTINGS = {
     "one token in a mixed step": Setting([(0, 1)], 2, 1, num_decodes=0, pads=(1, 0)),
     "decode rows only in a mixed step": Setting([(70, 1)], 2, 2, num_decodes=1, pads=(3, 1)),
     "groups of 1": Setting(MIXED, 2, 2),
-    "groups of 2, heads of 128": Setting(SHORT, 2, 1, 128),
-    "groups of 3": Setting(SHORT, 6, 2),
-    "groups of 5": Setting(SHORT, 5, 1),
+    "groups of 2, heads of 128": Setting(FEW, 2, 1, 128, num_decodes=1),
+    "groups of 3": Setting(SHORT, 3, 1),
     "groups of 7, heads of 128": Setting(FEW, 7, 1, 128, num_decodes=1),
     "groups of 8": Setting(SHORT, 8, 1),
     "groups of 12": Setting(FEW, 12, 1, num_decodes=1),
     "groups of 16": Setting(FEW, 16, 1, num_decodes=1),
-    "heads of 80": Setting(FEW, 2, 2, 80, num_decodes=1),
+    "heads of 80": Setting(FEW, 1, 1, 80, num_decodes=1),
     "heads of 96": Setting(FEW, 1, 1, 96, num_decodes=1),
-    "heads of 256": Setting(FEW, 2, 1, 256, num_decodes=1),
-    "blocks of 32": Setting([(140, 1), (129, 11)], 4, 1, block_size=32, num_decodes=1),
-    "blocks of 128": Setting([(140, 1), (129, 11)], 4, 1, block_size=128, num_decodes=1),
-    "float16": Setting(SHORT, 4, 2, dtype=jnp.float16),
-    "8-bit cache": Setting(SHORT, 4, 2, cache_dtype=FP8, options={"kv_scale": np.array([0.5, 3], np.float32)}),
+    "heads of 256": Setting([(30, 1), (40, 19)], 1, 1, 256, num_decodes=1),
+    "blocks of 32": Setting([(40, 1), (50, 11)], 2, 1, block_size=32, num_decodes=1, pads=(1, 0)),
+    "blocks of 64": Setting([(70, 1), (50, 11)], 2, 1, block_size=64, num_decodes=1, pads=(1, 0)),
+    "blocks of 128": Setting([(140, 1), (30, 11)], 2, 1, block_size=128, num_decodes=1, pads=(1, 0)),
+    "float16": Setting(FEW, 4, 2, dtype=jnp.float16, num_decodes=1),
+    "8-bit cache": Setting(FEW, 2, 1, cache_dtype=FP8, num_decodes=1, options={"kv_scale": np.float32([0.5, 3])}),
     "8-bit cache, float16": Setting(FEW, 2, 1, 128, cache_dtype=FP8, dtype=jnp.float16, num_decodes=1),
-    "window shorter than a tile": Setting([(9, 1), (150, 1), (200, 70)], 2, 1, options={"sliding_window": 37}),
-    "window of two tiles": Setting([(259, 1), (200, 70)], 2, 1, num_decodes=1, options={"sliding_window": 139}),
+    "window shorter than a tile": Setting([(150, 1), (200, 70)], 2, 1, num_decodes=1, options={"sliding_window": 37}),
+    "window of two tiles": Setting([(200, 70)], 1, 1, num_decodes=0, options={"sliding_window": 139}),
     "soft cap": Setting(SHORT, 4, 2, options={"soft_cap": 1.5}),
     "sinks": Setting(SHORT, 6, 2, options={"sinks": sinks(6)}),
     "sinks, odd heads": Setting(DECODES, 3, 3, kind="decode", num_decodes=5, pads=(0, 0), options={"sinks": sinks(3)}),
@@ -134,15 +134,19 @@ SETTINGS = {
 }
 
 
+# Near another one; the interpreter is slow.
+SLOW = {"groups of 8", "groups of 12", "heads of 80", "blocks of 32", "blocks of 64", "8-bit cache, float16"}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in SETTINGS])
 def test_results_match_the_oracle_with_nan_in_all_that_is_not_visible(name, backend):
     SETTINGS[name].check(backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_larger_bucket_changes_nothing(backend):
-    small, large = (Setting([(9, 1), (70, 1), (61, 41)], 4, 1, pads=pads) for pads in ((0, 0), (141, 9)))
+    small, large = (Setting([(9, 1), (70, 1), (21, 41)], 4, 1, pads=pads) for pads in ((0, 0), (85, 5)))
     case, padded = small.make(), large.make()
     padded = AttentionCase(**{**vars(padded), "q": np.concatenate([case.q, padded.q[case.num_tokens :]])})
     got = large.run(padded, backend)
