@@ -3,9 +3,9 @@
     pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
     PYTHONPATH=. python scripts/compile_for_h200.py [--only NAME]
 
-For every model of pallas_kernels.arg_specs: no kernel spills registers (but for what KNOWN_SPILLS says), and the KV cache
-that is donated is the one that comes back. For a whole decode step: all of it is one command buffer (a CUDA graph).
-Exits with 1 otherwise.
+For every model of pallas_kernels.arg_specs: no kernel spills registers (but for what KNOWN_SPILLS says), and the KV
+cache that is donated is the one that comes back. For a whole decode step: all of it is one command buffer (a CUDA
+graph). Exits with 1 otherwise.
 """
 
 import argparse
@@ -52,8 +52,8 @@ dnn_version_info { major: 9 minor: 10 }
 runtime_version { major: 13 minor: 0 }
 device_description_str: "NVIDIA H200"
 """
-# Bytes a thread that prefill may spill with heads of 256, whose accumulators take 128 registers: once a query tile, not in
-# the loop over keys.
+# Bytes a thread that prefill may spill with heads of 256, whose accumulators take 128 registers: once a query tile, not
+# in the loop over keys.
 KNOWN_SPILLS = {"gemma-2-2b mixed": 160, "gemma-3-1b fp8 mixed": 160}
 KERNEL = re.compile(r"Function properties for (\S+)")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
