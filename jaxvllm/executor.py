@@ -169,15 +169,19 @@ def _make_runner(
     )
     # The store would not notice another version of a custom processor.
     has_store = compiling.store_folder is not None and not processors
+    cache_dtype = config.memory.kv_cache_dtype
+    backend = choose_backend(
+        config.attention_backend, mesh.devices.flat[0], model_config, limits, cache_dtype=cache_dtype
+    )
     return ModelRunner(
         lambda traced: bind(model, traced),
         param_shapes(param_specs(model), mesh, unstack=config.device == "gpu"),
         RunnerConfig(
             limits,
             policy,
-            KVCacheSpec.of_model(model_config, limits.block_size),
+            KVCacheSpec.of_model(model_config, limits.block_size, cache_dtype=cache_dtype, backend=backend),
             model_config.num_heads,
-            choose_backend(config.attention_backend, mesh.devices.flat[0], model_config, limits),
+            backend,
             mesh,
             hidden_size=model_config.hidden_size,
             has_dense_logprobs=needs_dense_logprobs(config.max_logprobs),

@@ -1,6 +1,6 @@
 """Attention and KV-cache kernels: arrays in, arrays out."""
 
-from pallas_kernels.mosaic import make_attention_work, unsupported_reason
+from pallas_kernels.mosaic import cache_head_dim, make_attention_work, unsupported_reason
 from pallas_kernels.ops import paged_attention, rope_and_write_kv
 from pallas_kernels.reference_rope_write import HeadNorm, rms_norm
 from pallas_kernels.validation import Backend, Kind
@@ -11,6 +11,7 @@ __all__ = [
     "Backend",
     "HeadNorm",
     "Kind",
+    "cache_head_dim",
     "make_attention_work",
     "paged_attention",
     "rms_norm",

@@ -34,6 +34,14 @@ def check_kv_cache(kv_cache: jax.Array) -> None:
     )
 
 
+def _check_cache_dtype(name: str, x: jax.Array, kv_cache: jax.Array, kv_scale: jax.Array | None) -> None:
+    is_narrow = kv_cache.dtype == jnp.float8_e4m3fn
+    _require(x.dtype == kv_cache.dtype or is_narrow, f"dtypes differ: {name} {x.dtype}, cache {kv_cache.dtype}")
+    if kv_scale is not None:
+        _require(is_narrow, f"kv_scale is for a float8_e4m3fn cache, this one is {kv_cache.dtype}: leave it out")
+        _require(kv_scale.shape == (2,), f"{kv_scale.shape=}, expected (2,): of keys and of values")
+
+
 def check_write(
     qkv: jax.Array,
     kv_cache: jax.Array,
@@ -42,17 +50,18 @@ def check_write(
     *,
     rope: tuple[jax.Array, jax.Array] | None,
     norm: HeadNorm | None,
+    kv_scale: jax.Array | None,
 ) -> None:
     """Raise ValueError if the arguments of rope_and_write_kv disagree."""
     check_kv_cache(kv_cache)
-    num_kv_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
+    num_kv_heads, cache_dim = kv_cache.shape[3], kv_cache.shape[5]
     _require(
-        qkv.ndim == 4 and qkv.shape[1::2] == (num_kv_heads, head_dim) and qkv.shape[2] > 2,
-        f"qkv has shape {qkv.shape}, expected [T, K, G + 2, H] with K = {num_kv_heads}, H = {head_dim} "
+        qkv.ndim == 4 and qkv.shape[1] == num_kv_heads and qkv.shape[2] > 2 and qkv.shape[3] <= cache_dim,
+        f"qkv has shape {qkv.shape}, expected [T, K, G + 2, H] with K = {num_kv_heads}, H = {cache_dim} or less "
         f"for {kv_cache.shape=}",
     )
-    num_tokens = qkv.shape[0]
-    _require(qkv.dtype == kv_cache.dtype, f"dtypes differ: qkv {qkv.dtype}, cache {kv_cache.dtype}")
+    num_tokens, head_dim = qkv.shape[0], qkv.shape[3]
+    _check_cache_dtype("qkv", qkv, kv_cache, kv_scale)
     _require(slot_mapping.shape == (num_tokens,), f"{slot_mapping.shape=} expected ({num_tokens},), one slot a token")
     _require(layer.shape == (), f"{layer.shape=}, expected a scalar")
     _require_int32(slot_mapping=slot_mapping, layer=layer)
@@ -75,6 +84,8 @@ def check_attention(
     num_decodes: jax.Array,
     num_reqs: jax.Array,
     *,
+    sinks: jax.Array | None,
+    kv_scale: jax.Array | None,
     kind: str,
 ) -> None:
     """Raise ValueError if the arguments of paged_attention disagree."""
@@ -84,9 +95,10 @@ def check_attention(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
     num_rows = seq_lens.shape[0]
-    _require(head_dim == kv_cache.shape[5], f"q has head_dim {head_dim}, the cache {kv_cache.shape[5]}")
-    _require(q.dtype == kv_cache.dtype, f"dtypes differ: q {q.dtype}, cache {kv_cache.dtype}")
+    _require(head_dim <= kv_cache.shape[5], f"q has head_dim {head_dim}, the cache {kv_cache.shape[5]}")
+    _check_cache_dtype("q", q, kv_cache, kv_scale)
     _require(num_heads % num_kv_heads == 0, f"{num_heads=} must be a multiple of {num_kv_heads=}")
+    _require(sinks is None or sinks.shape == (num_heads,), f"sinks must have shape ({num_heads},), one a query head")
     _require(
         block_tables.ndim == 2 and block_tables.shape[0] == num_rows,
         f"{block_tables.shape=}, expected [R, max_blocks] with R = {num_rows}",

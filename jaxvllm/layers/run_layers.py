@@ -32,6 +32,11 @@ class LayerKinds:
     kinds: tuple[LayerKind, ...]
     of_layer: tuple[int, ...]
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct sliding windows, None for layers that see all."""
+        return tuple(dict.fromkeys(kind.sliding_window for kind in self.kinds))
+
     @classmethod
     def from_config(cls, config: ModelConfig, *, has_rope: bool = True) -> "LayerKinds":
         """Read config.layer_types, the window, and the ropes of the two types of layers."""
