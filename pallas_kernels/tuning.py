@@ -90,3 +90,23 @@ def attention_config(*, interpret: bool, block_size: int) -> AttentionConfig:
         decode=replace(config.decode, tile=max(config.decode.tile, block_size)),
         prefill=replace(config.prefill, tile=max(config.prefill.tile, block_size)),
     )
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    """How products of few rows are cut. See skinny_matmul.matmul_stages.
+
+    Attributes:
+      num_ctas: CTAs of the grid. With `one_kernel` all of them have to be resident at once: at most one an SM.
+      max_slots: weight tiles in flight; fewer if shared memory is short.
+      one_kernel: the stages are one kernel, whose CTAs wait for each other by atomics. False: a kernel each, for the
+        interpreter, and for GPUs with fewer SMs.
+    """
+
+    num_ctas: int = NUM_SMS
+    max_slots: int = 16
+    one_kernel: bool = True
+
+
+H200_MATMUL = MatmulConfig()
+INTERPRET_MATMUL = MatmulConfig(num_ctas=3, max_slots=2, one_kernel=False)
