@@ -36,25 +36,24 @@ class GateUpProjection(nnx.Module):
     def __init__(self, config: ModelConfig, prefix: str, *, fused_name: str | None = None):
         """`prefix`: of gate_proj, up_proj; `fused_name`: of one tensor that has gate above up instead."""
         hidden, ffn = config.hidden_size, config.intermediate_size
-        dtype, axes, names = jnp.dtype(config.dtype), (None, None, "ffn"), ("gate_proj", "up_proj")
+        dtype, axes, names = jnp.dtype(config.dtype), (None, "ffn", None), ("gate_proj", "up_proj")
         if fused_name is None:
             sources = tuple(
-                CheckpointTensor(f"{prefix}.{name}.weight", (ffn, hidden), (slice(None), i), np.transpose)
-                for i, name in enumerate(names)
+                CheckpointTensor(f"{prefix}.{name}.weight", (ffn, hidden), (i,)) for i, name in enumerate(names)
             )
         else:
-            split = partial(_split_rows, hidden=hidden)
+            split = partial(np.reshape, shape=(2, ffn, hidden))
             sources = (CheckpointTensor(fused_name, (2 * ffn, hidden), convert=split),)
-        self.weight = declare(ParamSpec((hidden, 2, ffn), dtype, axes, sources))
+        self.weight = declare(ParamSpec((2, ffn, hidden), dtype, axes, sources))
         biases = tuple(
-            CheckpointTensor(f"{prefix}.{name}.bias", (ffn,), (i, slice(None))) for i, name in enumerate(names)
+            CheckpointTensor(f"{prefix}.{name}.bias", (ffn,), (i,)) for i, name in enumerate(names)
         )
-        bias_spec = ParamSpec((2, ffn), dtype, axes[1:], biases, "zeros")
+        bias_spec = ParamSpec((2, ffn), dtype, axes[:-1], biases, "zeros")
         self.bias = declare(bias_spec) if config.mlp_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Project."""
-        out = jnp.einsum("td,dif->tif", x, self.weight.get_value())
+        out = jnp.einsum("td,ifd->tif", x, self.weight.get_value())
         return out if self.bias is None else out + self.bias.get_value()
 
 
@@ -68,7 +67,7 @@ class GatedMLP(nnx.Module):
             config.intermediate_size,
             config.hidden_size,
             f"{prefix}.down_proj",
-            axes=("ffn", None),
+            axes=(None, "ffn"),
             dtype=config.dtype,
             bias=config.mlp_bias,
         )
@@ -79,7 +78,3 @@ class GatedMLP(nnx.Module):
         """[T, D] -> [T, D]."""
         gate_up = self.gate_up_proj(x)
         return self.down_proj(activation(self.hidden_act)(gate_up[:, 0]) * gate_up[:, 1])
-
-
-def _split_rows(stored: np.ndarray, hidden: int) -> np.ndarray:
-    return stored.T.reshape(hidden, 2, -1)

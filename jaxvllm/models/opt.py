@@ -35,8 +35,8 @@ class OPTDecoderLayer(nnx.Module):
         )
         self.self_attn_layer_norm = LayerNorm(hidden, f"{_LAYER_PREFIX}.self_attn_layer_norm", **options)
         linear = {"dtype": config.dtype, "bias": config.mlp_bias}
-        self.fc1 = Linear(hidden, ffn, f"{_LAYER_PREFIX}.fc1", axes=(None, "ffn"), **linear)
-        self.fc2 = Linear(ffn, hidden, f"{_LAYER_PREFIX}.fc2", axes=("ffn", None), **linear)
+        self.fc1 = Linear(hidden, ffn, f"{_LAYER_PREFIX}.fc1", axes=("ffn", None), **linear)
+        self.fc2 = Linear(ffn, hidden, f"{_LAYER_PREFIX}.fc2", axes=(None, "ffn"), **linear)
         self.final_layer_norm = LayerNorm(hidden, f"{_LAYER_PREFIX}.final_layer_norm", **options)
 
     def __call__(self, x: jax.Array, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
