@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.reference_rope_write import rms_norm
 
-Activation = Literal["silu", "gelu_pytorch_tanh", "relu"]
+# As the config files of Hugging Face call them.
+Activation = Literal["silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh"]
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -41,8 +42,11 @@ def activate(name: Activation | None, x: jax.Array) -> jax.Array:
     """Apply an activation by name; None is the identity."""
     if name is None:
         return x
-    known = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True), "relu": jax.nn.relu}
-    return known[name](x)
+    if name == "silu":
+        return jax.nn.silu(x)
+    if name == "relu":
+        return jax.nn.relu(x)
+    return jax.nn.gelu(x, approximate=name != "gelu")
 
 
 def matmul_stages(x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array | None) -> jax.Array:

@@ -5,19 +5,23 @@ memory ahead of the computation, across products, and norm, bias, activation and
 
 A unit is 16 output columns: 16 rows of a weight [N, K]. One thread block (CTA) computes a unit over the whole of K, so
 that nothing is summed across CTAs and results have the same bits every time. Tensor cores take 64 rows at a time, and
-there are 8: K is cut into 8 segments, and the segments of x and of the weights stand below each other,
+there are 8, so K is cut: each run of 8 atoms of 64 inputs counts as 8 segments, one below the other,
 
-    x [8, K] -> X [8 segments * 8 rows, K / 8]      w [16, K] -> W [8 segments * 16 columns, K / 8]
+    x [8, 512] -> X [8 segments * 8 rows, 64]      w [8, 512] -> W [8 segments * 8 columns, 64]
 
-so that block (s, s) of X W^T is the product of segment s; the other blocks are not used, which costs nothing: the
-tensor cores wait for memory. In a CTA one warp copies weights and runs ahead, one warpgroup computes. Between products
-all CTAs wait for each other (they are all resident: one an SM), or each product is a kernel of its own.
+and block (s, s) of X W^T is the product of segment s. The other blocks are not used, which costs nothing: the tensor
+cores wait for memory. In shared memory [8, 512] and [64, 64] are the same bytes, since the layout of wgmma's operands
+goes by atoms of 8 rows and 64 columns; so one copy brings 16 KiB and more. That matters: a copy costs 128 arrivals at a
+barrier, 0.2 us (with a copy a segment a layer of Qwen3-0.6B took 24.6 us, LOG 2026-11-30).
+
+In a CTA one warp copies weights and runs ahead, one warpgroup computes. Between products all CTAs wait for each other
+(they are all resident: one an SM), or each product is a kernel of its own.
 
 Letters: K inputs  N outputs  S segments
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,8 +35,12 @@ from pallas_kernels.tuning import MatmulConfig
 
 ROWS = 8
 UNIT = 16
+MAX_STAGES = 4
 _SEGMENTS = (8, 4, 2, 1)
-_SLOT_BYTES = 32 * 1024
+# Rows of a unit in atoms.
+_ROW_TILES = UNIT // ROWS
+_ATOM_BYTES = 1024
+_MAX_TILE = 16
 _SMEM_BYTES = 227 * 1024
 # Beside the ring and x: barriers, sums of squares, the sums across segments.
 _OTHER_BYTES = 12 * 1024
@@ -65,20 +73,18 @@ class _Stage:
         return self.num_outputs // UNIT
 
     @property
-    def segment(self) -> int:
-        """Inputs of a segment."""
-        return self.num_inputs // self.segments
+    def num_atoms(self) -> int:
+        return self.num_inputs // 64
 
     @property
     def tile(self) -> int:
-        """Inputs of each segment that one slot of the ring holds."""
-        count = self.segment // 64
-        most = _SLOT_BYTES // (UNIT * self.segments * 128)
-        return 64 * max(n for n in range(1, count + 1) if count % n == 0 and n <= most)
+        """Atoms of each weight row that one slot of the ring holds."""
+        counts = range(self.segments, _MAX_TILE + 1, self.segments)
+        return max(n for n in counts if self.num_atoms % n == 0)
 
     @property
     def tiles(self) -> int:
-        return self.segment // self.tile
+        return self.num_atoms // self.tile
 
 
 @dataclass(frozen=True)
@@ -89,24 +95,25 @@ class _Statics:
     num_ctas: int
     dtype: Any
     max_slots: int
+    copy_whole_tiles: bool
 
     @property
-    def segments(self) -> int:
-        return self.stages[0].segments
+    def tile(self) -> int:
+        return self.stages[0].tile
 
     @property
-    def slot_shape(self) -> tuple[int, int]:
-        return UNIT * self.segments, max(stage.tile for stage in self.stages)
+    def max_atoms(self) -> int:
+        return max(stage.num_atoms for stage in self.stages)
 
     @property
-    def x_shape(self) -> tuple[int, int]:
-        return 64, max(stage.segment for stage in self.stages)
+    def x_rows(self) -> int:
+        """Rows of x_smem: every run of segments can be read as 64 rows, whatever lies behind."""
+        return ROWS * (self.max_atoms + 8 - self.stages[0].segments)
 
     @property
     def num_slots(self) -> int:
-        rows, columns = self.slot_shape
-        room = _SMEM_BYTES - _OTHER_BYTES - 2 * self.x_shape[0] * self.x_shape[1]
-        return min(room // (2 * rows * columns), self.max_slots)
+        room = _SMEM_BYTES - _OTHER_BYTES - 128 * self.x_rows
+        return min(room // (_ATOM_BYTES * _ROW_TILES * self.tile), self.max_slots)
 
     def num_mine(self, stage: _Stage) -> tuple[jax.Array, jax.Array]:
         """The first unit of this CTA, and how many it has: every num_ctas-th."""
@@ -115,22 +122,27 @@ class _Statics:
         return first, div(jnp.maximum(stage.num_units - first + (self.num_ctas - 1), 0), self.num_ctas)
 
 
-def segments_of(num_inputs: int) -> int | None:
-    """Into how many segments K is cut, None if it cannot be."""
-    return next((s for s in _SEGMENTS if num_inputs % (64 * s) == 0), None)
+def _segments_of(num_inputs: int) -> int:
+    """Into how many segments K, a multiple of 64, is cut."""
+    return next(s for s in _SEGMENTS if num_inputs % (64 * s) == 0)
 
 
-def unsupported_sizes(sizes: tuple[tuple[int, int], ...]) -> str | None:
-    """Why products of these (K, N) cannot be one kernel, in words, or None if they can."""
-    for num_inputs, num_outputs in sizes:
+def unsupported_reason(x: jax.Array, stages: tuple[MatmulStage, ...]) -> str | None:
+    """Why there is no kernel for these arguments, in words, or None if there is one."""
+    if x.shape[0] != ROWS:
+        return f"{x.shape[0]} rows, only {ROWS} have a kernel"
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {x.dtype.name}, only bfloat16 and float16 have kernels"
+    if len(stages) > MAX_STAGES:
+        return f"{len(stages)} stages, at most {MAX_STAGES} have a kernel"
+    for stage in stages:
+        if stage.activation == "gelu":
+            return "activation gelu, only its approximation by tanh has a kernel"
+        num_outputs, num_inputs = stage.weight.shape[-2:]
         if num_outputs % UNIT or num_inputs % 64:
-            return f"{num_inputs} inputs and {num_outputs} outputs, expected multiples of 64 and {UNIT}"
-        segments = segments_of(num_inputs)
-        assert segments is not None
-        if 128 * num_inputs // segments > _SMEM_BYTES - _OTHER_BYTES - 3 * _SLOT_BYTES:
+            return f"{num_inputs} inputs and {num_outputs} outputs, only multiples of 64 and {UNIT} have kernels"
+        if 2 * ROWS * num_inputs > _SMEM_BYTES - _OTHER_BYTES - (3 * _MAX_TILE * _ROW_TILES + 8) * _ATOM_BYTES:
             return f"{num_inputs} inputs do not fit into shared memory"
-    if len({segments_of(num_inputs) for num_inputs, _ in sizes}) > 1:
-        return "the numbers of inputs cannot be cut alike"
     return None
 
 
@@ -148,7 +160,7 @@ def matmul_stages(
     Args:
       x: bf16 or fp16 [8, K].
       residual: [8, D] or None.
-      arrivals: i32[len(stages)], zeros; zeros again afterwards. Used where the stages are one kernel.
+      arrivals: i32[MAX_STAGES], zeros; zeros again afterwards. Used where the stages are one kernel.
       config: static.
       interpret: False, or InterpretGPUParams.
 
@@ -156,9 +168,10 @@ def matmul_stages(
       [8, N] of the last stage.
     """
     statics = _make_statics(x, stages, config)
-    if not config.one_kernel:
+    # Slots of the ring have one shape.
+    if not config.one_kernel or len({(stage.segments, stage.tile) for stage in statics.stages}) > 1:
         for stage, sizes in zip(stages, statics.stages, strict=True):
-            alone = _Statics((sizes,), statics.num_ctas, statics.dtype, statics.max_slots)
+            alone = replace(statics, stages=(sizes,))
             x = _run(alone, x, (stage,), residual, arrivals, interpret)[-1]
             residual = x if stage.adds_residual else residual
         return x
@@ -169,13 +182,11 @@ def _make_statics(x: jax.Array, stages: tuple[MatmulStage, ...], config: MatmulC
     made, first_cta = [], 0
     for stage in stages:
         num_inputs = stage.weight.shape[-1]
-        segments = segments_of(num_inputs)
-        assert segments is not None
         made.append(
             _Stage(
                 num_inputs=num_inputs,
                 num_outputs=stage.weight.shape[-2],
-                segments=segments,
+                segments=_segments_of(num_inputs),
                 is_gated=stage.is_gated,
                 has_norm=stage.norm_weight is not None,
                 eps=stage.eps,
@@ -187,7 +198,7 @@ def _make_statics(x: jax.Array, stages: tuple[MatmulStage, ...], config: MatmulC
             )
         )
         first_cta = (first_cta + made[-1].num_units) % config.num_ctas
-    return _Statics(tuple(made), config.num_ctas, x.dtype, config.max_slots)
+    return _Statics(tuple(made), config.num_ctas, x.dtype, config.max_slots, config.copy_whole_tiles)
 
 
 def _run(
@@ -246,7 +257,8 @@ def _body(statics: _Statics, has_residual: bool, *refs: Ref) -> None:
     stages = _stage_refs(statics, has_residual, list(refs))
     arrivals_ref = refs[1]
 
-    def scoped(*scratch: Ref) -> None:
+    def scoped(weights: Ref, x: Ref, *rest: Ref) -> None:
+        scratch = (tuple(weights), tuple(x), *rest) if statics.copy_whole_tiles else (weights, x, *rest)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 0)
@@ -260,25 +272,58 @@ def _body(statics: _Statics, has_residual: bool, *refs: Ref) -> None:
 
             plgpu.warp_map(warp_body)
 
-    num_slots = statics.num_slots
+    num_slots, tile = statics.num_slots, statics.tile
     ways = max(stage.ways for stage in statics.stages)
+    smem = functools.partial(swizzled_smem, dtype=statics.dtype)
+    weights, x = smem(num_slots, _ROW_TILES * tile * ROWS, 64), smem(statics.x_rows, 64)
+    copies_w, copies_x = _ROW_TILES * tile, statics.max_atoms
+    if statics.copy_whole_tiles:
+        # The same bytes as copies fill them: atoms of 8 rows and 64 columns in the same order.
+        weights = plgpu.RefUnion(smem(num_slots, UNIT, 64 * tile), weights)
+        x = plgpu.RefUnion(smem(ROWS, 64 * statics.max_atoms), x)
+        copies_w = copies_x = 1
     pl.run_scoped(
         scoped,
-        swizzled_smem(num_slots, *statics.slot_shape, dtype=statics.dtype),  # weights
-        swizzled_smem(*statics.x_shape, dtype=statics.dtype),  # x, segments below each other
+        weights,
+        x,
         plgpu.SMEM((ways * 64, UNIT), jnp.float32),  # a unit before the sum over segments
-        plgpu.SMEM((64,), jnp.float32),  # sums of squares of the rows of x_smem
-        plgpu.SMEM((1,), jnp.int32),  # is this CTA the last to arrive
-        plgpu.Barrier(num_arrivals=statics.segments, num_barriers=num_slots),  # weights full
+        plgpu.SMEM((64,), jnp.float32),  # sums of squares of the rows of x
+        plgpu.Barrier(num_arrivals=copies_w, num_barriers=num_slots),  # weights full
         plgpu.Barrier(num_barriers=num_slots),  # weights free
-        plgpu.Barrier(num_arrivals=statics.segments),  # x full
+        plgpu.Barrier(num_arrivals=copies_x),  # x full
         collective_axes="warpgroup",
     )
 
 
+def _operand(ref: Ref) -> Ref:
+    """Shared memory as wgmma reads it: atoms one below the other."""
+    return ref[1] if isinstance(ref, tuple) else ref
+
+
+def _copy_atoms(
+    source: Ref, target: Ref, slot: Any, barrier: Ref, row: Any, row_tiles: int, atoms: tuple[Any, int]
+) -> None:
+    """Copy 8 * row_tiles rows from `row` on, of each so many atoms (the first one, how many), into a slot of `target`.
+
+    One copy where `target` is a union; the interpreter, which forbids to read a union otherwise than it was written,
+    takes one an atom.
+    """
+    first, count = atoms
+    if isinstance(target, tuple):
+        block = source.at[pl.ds(row, ROWS * row_tiles), pl.ds(first * 64, count * 64)]
+        wide = target[0] if slot is None else target[0].at[slot]
+        plgpu.copy_gmem_to_smem(block, wide.at[:, pl.ds(0, 64 * count)], barrier)
+        return
+    tall = target if slot is None else target.at[slot]
+    for i in range(row_tiles):
+        for j in range(count):
+            block = source.at[pl.ds(row + i * ROWS, ROWS), pl.ds((first + j) * 64, 64)]
+            plgpu.copy_gmem_to_smem(block, tall.at[pl.ds((i * count + j) * ROWS, ROWS)], barrier)
+
+
 def _copy_weights(statics: _Statics, stages: list[_StageRefs], scratch: tuple[Ref, ...]) -> None:
     """One warp: the tiles of all units of all stages in order, as slots become free."""
-    w_smem, _, _, _, _, filled, free, _ = scratch
+    w_smem, _, _, _, filled, free, _ = scratch
     num_slots = statics.num_slots
     copied = jnp.int32(0)
     for stage, refs in zip(statics.stages, stages, strict=True):
@@ -296,10 +341,7 @@ def _copy_weights(statics: _Statics, stages: list[_StageRefs], scratch: tuple[Re
             unit = div(unit_way, stage.ways)
             way = unit_way - unit * stage.ways
             row = way * stage.num_outputs + (first_unit + unit * statics.num_ctas) * UNIT
-            for segment in range(stage.segments):
-                columns = pl.ds(segment * stage.segment + tile * stage.tile, stage.tile)
-                target = w_smem.at[slot, pl.ds(segment * UNIT, UNIT), pl.ds(0, stage.tile)]
-                plgpu.copy_gmem_to_smem(refs.weight.at[pl.ds(row, UNIT), columns], target, filled.at[slot])
+            _copy_atoms(refs.weight, w_smem, slot, filled.at[slot], row, _ROW_TILES, (tile * stage.tile, stage.tile))
             return copied + 1
 
         copied = lax.fori_loop(0, num_mine * (stage.ways * stage.tiles), copy_tile, copied)
@@ -319,12 +361,15 @@ def _compute(statics: _Statics, stages: list[_StageRefs], arrivals_ref: Ref, scr
 
         @pl.when(num_mine > 0)
         def _(index=index, stage=stage, refs=refs, first_unit=first_unit, num_mine=num_mine, used=used):
+            if index == 0:
+                _copy_atoms(refs.x, scratch[1], None, scratch[-1], 0, 1, (0, stage.num_atoms))
             # Before the wait, if there are registers for them: these loads wait for no other stage.
-            chunks = stage.segment // 64 if stage.has_norm else 0
+            chunks = stage.num_atoms // stage.segments if stage.has_norm else 0
             weights = [_norm_weight(stage, refs, i) for i in range(chunks)] if chunks <= 4 else []
             if index > 0:
                 _wait_for_arrivals(arrivals_ref, index - 1, min(statics.stages[index - 1].num_units, statics.num_ctas))
-            _load_x(stage, refs, weights, scratch)
+                _copy_atoms(refs.x, scratch[1], None, scratch[-1], 0, 1, (0, stage.num_atoms))
+            _take_x(stage, refs, weights, scratch)
 
             def unit_body(i: jax.Array, used: jax.Array) -> jax.Array:
                 return _compute_unit(statics, stage, refs, first_unit + i * statics.num_ctas, used, scratch)
@@ -339,12 +384,13 @@ def _compute(statics: _Statics, stages: list[_StageRefs], arrivals_ref: Ref, scr
 
 
 def _norm_weight(stage: _Stage, refs: _StageRefs, chunk: int | jax.Array) -> jax.Array:
-    """The weights of the norm for 64 columns of X, as its rows need them; [64, 64]."""
+    """The weights of the norm for one run of segments, as the rows of X need them; [64, 64]."""
     assert refs.norm_weight is not None
     row = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=_WGMMA)
-    out = full((64, 64), 1.0, _WGMMA).astype(refs.norm_weight.dtype)
+    # Rows of other chunks are left as they are.
+    out = full((64, 64), 0.0 if stage.unit_offset else 1.0, _WGMMA).astype(refs.norm_weight.dtype)
     for segment in range(stage.segments):
-        part = refs.norm_weight.at[pl.ds(segment * stage.segment + 64 * chunk, 64)]
+        part = refs.norm_weight.at[pl.ds((chunk * stage.segments + segment) * 64, 64)]
         weight = plgpu.load(part, layout=_WGMMA.reduce(0), optimized=False)
         weight = plgpu.layout_cast(lax.broadcast_in_dim(weight, (64, 64), [1]), _WGMMA)
         is_segment = jnp.logical_and(row >= segment * ROWS, row < (segment + 1) * ROWS)
@@ -352,17 +398,14 @@ def _norm_weight(stage: _Stage, refs: _StageRefs, chunk: int | jax.Array) -> jax
     return out
 
 
-def _load_x(stage: _Stage, refs: _StageRefs, norm_weights: list[jax.Array], scratch: tuple[Ref, ...]) -> None:
-    """x into shared memory, times the weights of the norm; the rows' sums of squares beside it.
+def _take_x(stage: _Stage, refs: _StageRefs, norm_weights: list[jax.Array], scratch: tuple[Ref, ...]) -> None:
+    """Wait for x in shared memory and multiply it by the weights of the norm; the rows' sums of squares beside it.
 
     Args:
       norm_weights: of all chunks, or none if they are still to be loaded.
     """
-    _, x_smem, _, squares_smem, _, _, _, x_full = scratch
-    for segment in range(stage.segments):
-        source = refs.x.at[:, pl.ds(segment * stage.segment, stage.segment)]
-        target = x_smem.at[pl.ds(segment * ROWS, ROWS), pl.ds(0, stage.segment)]
-        plgpu.copy_gmem_to_smem(source, target, x_full)
+    _, x_smem, _, squares_smem, _, _, x_full = scratch
+    x_smem = _operand(x_smem)
     plgpu.barrier_wait(x_full)
     if not stage.has_norm:
         return
@@ -371,7 +414,7 @@ def _load_x(stage: _Stage, refs: _StageRefs, norm_weights: list[jax.Array], scra
     def scale(i: int | jax.Array, squares: jax.Array) -> jax.Array:
         weight = norm_weights[i] if norm_weights and isinstance(i, int) else _norm_weight(stage, refs, i)
         weight = weight.astype(jnp.float32)
-        chunk = x_smem.at[:, pl.ds(64 * i, 64)]
+        chunk = x_smem.at[pl.ds(i * (stage.segments * ROWS), 64)]
         x = plgpu.load(chunk, layout=_WGMMA).astype(jnp.float32)
         chunk[...] = (x * (1.0 + weight if stage.unit_offset else weight)).astype(x_smem.dtype)
         return squares + (x * x).sum(axis=1)
@@ -380,7 +423,7 @@ def _load_x(stage: _Stage, refs: _StageRefs, norm_weights: list[jax.Array], scra
         for i in range(len(norm_weights)):
             squares = scale(i, squares)
     else:
-        squares = lax.fori_loop(0, stage.segment // 64, scale, squares)
+        squares = lax.fori_loop(0, stage.num_atoms // stage.segments, scale, squares)
     squares_smem[...] = squares
     plgpu.commit_smem()
 
@@ -389,29 +432,34 @@ def _compute_unit(
     statics: _Statics, stage: _Stage, refs: _StageRefs, unit: jax.Array, used: jax.Array, scratch: tuple[Ref, ...]
 ) -> jax.Array:
     """16 output columns; returns the number of slots used so far."""
-    w_smem, x_smem, sums_smem, squares_smem, _, filled, free, _ = scratch
+    w_smem, x_smem, sums_smem, squares_smem, filled, free, _ = scratch
+    w_smem, x_smem = _operand(w_smem), _operand(x_smem)
     columns = pl.ds(unit * UNIT, UNIT)
     layout = _out_layout()
     residual = None
     if refs.residual is not None:  # loaded early: nothing waits for it
         residual = plgpu.load(refs.residual.at[:, columns], layout=layout, optimized=False)
-    width = UNIT * stage.segments
+    run = stage.segments * ROWS  # rows of a run of segments
 
-    def product(way: int) -> jax.Array:
-        def body(acc: Ref) -> jax.Array:
+    def product(way: int) -> tuple[jax.Array, ...]:
+        def body(*accs: Ref) -> tuple[jax.Array, ...]:
             for tile in range(stage.tiles):
                 slot = lax.rem(used + (way * stage.tiles + tile), jnp.int32(statics.num_slots))
                 plgpu.barrier_wait(filled.at[slot])
-                weights = w_smem.at[slot, :, pl.ds(0, stage.tile)]
-                plgpu.wgmma(acc, x_smem.at[:, pl.ds(tile * stage.tile, stage.tile)], weights.transpose((1, 0)))
+                for j in range(0, stage.tile, stage.segments):
+                    x = x_smem.at[pl.ds((tile * stage.tile + j) * ROWS, 64)]
+                    for i, acc in enumerate(accs):
+                        weights = w_smem.at[slot, pl.ds((i * stage.tile + j) * ROWS, run)]
+                        plgpu.wgmma(acc, x, weights.transpose((1, 0)))
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot])
-            return acc[...]
+            return tuple(acc[...] for acc in accs)
 
-        return pl.run_scoped(body, plgpu.ACC((64, width), jnp.float32))
+        return pl.run_scoped(body, *[plgpu.ACC((64, run), jnp.float32) for _ in range(_ROW_TILES)])
 
     for way in range(stage.ways):
-        sums_smem[pl.ds(way * 64, 64), :] = _diagonal(stage, product(way))
+        for i, blocks in enumerate(product(way)):
+            sums_smem[pl.ds(way * 64, 64), pl.ds(i * ROWS, ROWS)] = _diagonal(stage, blocks)
     plgpu.commit_smem()
     parts = [_sum_segments(stage, sums_smem, way) for way in range(stage.ways)]
     if stage.has_norm:
@@ -431,12 +479,12 @@ def _compute_unit(
     return used + stage.ways * stage.tiles
 
 
-def _diagonal(stage: _Stage, product: jax.Array) -> jax.Array:
-    """[64, S * 16] -> [64, 16]: of the 8 rows of segment s the 16 columns of segment s."""
-    row = plgpu.broadcasted_iota(jnp.int32, (64, UNIT), 0, layout=_WGMMA)
-    out = full((64, UNIT), 0.0, _WGMMA)
+def _diagonal(stage: _Stage, blocks: jax.Array) -> jax.Array:
+    """[64, S * 8] -> [64, 8]: of the 8 rows of segment s the 8 columns of segment s."""
+    row = plgpu.broadcasted_iota(jnp.int32, (64, ROWS), 0, layout=_WGMMA)
+    out = full((64, ROWS), 0.0, _WGMMA)
     for segment in range(stage.segments):
-        part = lax.slice(product, (0, segment * UNIT), (64, (segment + 1) * UNIT))
+        part = lax.slice(blocks, (0, segment * ROWS), (64, (segment + 1) * ROWS))
         is_segment = jnp.logical_and(row >= segment * ROWS, row < (segment + 1) * ROWS)
         out = jnp.where(is_segment, part, out)
     return out
@@ -476,7 +524,7 @@ def _across_columns(row: jax.Array) -> jax.Array:
 def _activate(name: str | None, x: jax.Array) -> jax.Array:
     if name == "silu":
         return x / (1.0 + jnp.exp(-x))
-    if name == "gelu_pytorch_tanh":
+    if name in ("gelu_new", "gelu_pytorch_tanh"):
         return 0.5 * x * (1.0 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * (x * x * x))))
     if name == "relu":
         return jnp.maximum(x, 0.0)
@@ -486,7 +534,7 @@ def _activate(name: str | None, x: jax.Array) -> jax.Array:
 
 def _arrive(arrivals_ref: Ref, index: int) -> None:
     """Tell all CTAs that this one's part of a stage is stored. Not for the interpreter; all 128 threads call it."""
-    _counters(arrivals_ref, "fence.acq_rel.gpu;", "red.release.gpu.global.add.u32 [$0], 1;", index)
+    _counters(arrivals_ref, "red.release.gpu.global.add.u32 [$0], 1;", "", index)
 
 
 def _wait_for_arrivals(arrivals_ref: Ref, index: int, count: int) -> None:

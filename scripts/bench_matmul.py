@@ -312,7 +312,9 @@ def plan_rows() -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON of all rows")
-    run_rows(plan_rows(), parser.parse_args().out)
+    parser.add_argument("--only", default="", help="rows whose variant contains this")
+    args = parser.parse_args()
+    run_rows([row for row in plan_rows() if args.only in row.names["variant"]], args.out)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,39 @@
 """Projections. Weights are [out..., in...], as checkpoints store them: no transposing when they are read, and the
 inputs of an output column lie side by side, as pallas_kernels.matmul_stages wants them.
 
-Einsum letters: T tokens  D hidden  K kv heads  G query heads of a kv head  N query heads  H head_dim  F ffn
+A projection does not run by itself: `stage` describes it, with what surrounds it, for LayerContext.project.
+
+Letters: T tokens  D hidden  K kv heads  G query heads of a kv head  N query heads  H head_dim  F ffn
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxvllm.layers.norm import RMSNorm
 from jaxvllm.layers.parameter import CheckpointTensor, ParamSpec, declare
 from jaxvllm.model_config import ModelConfig
+from pallas_kernels import MatmulStage
+
+
+def make_stage(
+    weight: jax.Array, bias: nnx.Param | None, *, norm: RMSNorm | None = None, **options: Any
+) -> MatmulStage:
+    """A product for LayerContext.project.
+
+    Args:
+      weight: [N, K], or [2, N, K] with a gate.
+      bias: any shape of so many elements.
+      norm: of the input.
+      options: other fields of MatmulStage.
+    """
+    if norm is not None:
+        options |= {"norm_weight": norm.weight.get_value(), "eps": norm.eps, "unit_offset": norm.unit_offset}
+    return MatmulStage(weight, bias=None if bias is None else bias.get_value().reshape(weight.shape[:-1]), **options)
 
 
 class Linear(nnx.Module):
@@ -35,6 +56,10 @@ class Linear(nnx.Module):
         spec = ParamSpec((out_size,), jnp.dtype(dtype), axes[:1], (bias_source,), "zeros")
         self.bias = declare(spec) if bias else None
 
+    def stage(self, *, norm: RMSNorm | None = None, **options: Any) -> MatmulStage:
+        """See make_stage."""
+        return make_stage(self.weight.get_value(), self.bias, norm=norm, **options)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """Project."""
         out = x @ self.weight.get_value().T
@@ -42,7 +67,7 @@ class Linear(nnx.Module):
 
 
 class QKVProjection(nnx.Module):
-    """[T, D] -> [T, K, G + 2, H]: for each kv head its G query heads, its key, its value.
+    """[T, D] -> [T, K * (G + 2) * H]: for each kv head its G query heads, its key, its value.
 
     Splitting the K axis over devices keeps the query heads beside the key that they read.
     """
@@ -64,10 +89,10 @@ class QKVProjection(nnx.Module):
         bias_spec = ParamSpec(shape[:-1], dtype, ("kv_heads", None, None), biases, "zeros")
         self.bias = declare(bias_spec) if config.attention_bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Project."""
-        out = jnp.einsum("td,kghd->tkgh", x, self.weight.get_value())
-        return out if self.bias is None else out + self.bias.get_value()
+    def stage(self, *, norm: RMSNorm | None = None, **options: Any) -> MatmulStage:
+        """See make_stage; the result is [T, K * (G + 2) * H]."""
+        weight = self.weight.get_value()
+        return make_stage(weight.reshape(-1, weight.shape[-1]), self.bias, norm=norm, **options)
 
 
 def _head_parts(prefix: str, part: str, kv_heads: int, group: int, head_dim: int, *hidden: int):
@@ -88,7 +113,7 @@ def _merge_qkv(stored: np.ndarray, *, kv_heads: int, group: int, head_dim: int) 
 
 
 class OutputProjection(nnx.Module):
-    """[T, N, H] -> [T, D], the end of attention."""
+    """[T, N * H] -> [T, D], the end of attention."""
 
     def __init__(self, config: ModelConfig, prefix: str, *, bias: bool):
         """`prefix`: of the tensors "weight" and "bias"."""
@@ -100,7 +125,7 @@ class OutputProjection(nnx.Module):
         spec = ParamSpec((config.hidden_size,), jnp.dtype(config.dtype), (None,), (bias_source,), "zeros")
         self.bias = declare(spec) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Project."""
-        out = jnp.einsum("tnh,dnh->td", x, self.weight.get_value())
-        return out if self.bias is None else out + self.bias.get_value()
+    def stage(self, *, norm: RMSNorm | None = None, **options: Any) -> MatmulStage:
+        """See make_stage; the input is [T, N * H]."""
+        weight = self.weight.get_value()
+        return make_stage(weight.reshape(len(weight), -1), self.bias, norm=norm, **options)
