@@ -219,7 +219,7 @@ def matmul_stages(
     interpret = backend == "mosaic_gpu_interpret"
     device = jax.devices()[0]
     # Where there is no GPU this compiles for one elsewhere.
-    num_sms = device.core_count if device.platform == "gpu" else None
+    num_sms = getattr(device, "core_count", None) if device.platform == "gpu" else None
     params = plgpu.InterpretGPUParams() if interpret else False
     config = matmul_config(interpret=interpret, num_sms=num_sms)
     return skinny_matmul.matmul_stages(x, stages, residual, arrivals, config=config, interpret=params)
