@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxvllm.compile_cache import compiler_options
+from pallas_kernels.arg_specs import LAYER_SHAPES, LayerShape
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_matmul import matmul_stages as reference_stages
 from pallas_kernels.skinny_matmul import matmul_stages
@@ -40,41 +41,22 @@ Params = dict[str, Any]
 Layer = Callable[[jax.Array, jax.Array, Params, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a layer: hidden, attention output, merged qkv, ffn."""
-
-    name: str
-    num_layers: int
-    hidden: int
-    heads: int
-    qkv: int
-    ffn: int
+MODELS = {shape.name: shape for shape in LAYER_SHAPES}
+NUM_LAYERS = {"qwen3-0.6b": 28, "smollm2-135m": 30, "qwen3-1.7b": 28, "llama-3.1-8b": 8}
 
 
-MODELS = {
-    shape.name: shape
-    for shape in (
-        ModelShape("qwen3-0.6b", 28, 1024, 2048, 4096, 3072),
-        ModelShape("smollm2-135m", 30, 576, 576, 960, 1536),
-        ModelShape("qwen3-1.7b", 28, 2048, 2048, 4096, 6144),
-        ModelShape("llama-3.1-8b", 8, 4096, 4096, 6144, 14336),
-    )
-}
-
-
-def make_params(shape: ModelShape) -> Params:
+def make_params(shape: LayerShape) -> Params:
     """Weights [L, out, in], stacked by layer; norms one array a layer, as the engine keeps them."""
 
     def draw(seed: int, *sizes: int) -> jax.Array:
         scale = sizes[-1] ** -0.5
-        make = jax.jit(lambda key: jax.random.normal(key, (shape.num_layers, *sizes), jnp.bfloat16) * scale)
+        make = jax.jit(lambda key: jax.random.normal(key, (NUM_LAYERS[shape.name], *sizes), jnp.bfloat16) * scale)
         return make(jax.random.key(seed))
 
-    norm = jax.random.uniform(jax.random.key(9), (2, shape.num_layers, shape.hidden), jnp.bfloat16, 0.5, 1.5)
+    norm = jax.random.uniform(jax.random.key(9), (2, NUM_LAYERS[shape.name], shape.hidden), jnp.bfloat16, 0.5, 1.5)
     return {
         "qkv": draw(0, shape.qkv, shape.hidden),
-        "o": draw(1, shape.hidden, shape.heads),
+        "o": draw(1, shape.hidden, shape.attended),
         "gate_up": draw(2, 2, shape.ffn, shape.hidden),
         "down": draw(3, shape.hidden, shape.ffn),
         "norm": list(norm[0]),
@@ -109,14 +91,14 @@ def layer_kernels(
     return x, matmul_stages(x, (stages["qkv"],), None, arrivals, config=config)
 
 
-def chain_of_layers(layer: Layer, shape: ModelShape, x: jax.Array, params: Params) -> jax.Array:
+def chain_of_layers(layer: Layer, shape: LayerShape, x: jax.Array, params: Params) -> jax.Array:
     """All layers; a slice of each layer's qkv stands for attention."""
     arrivals = jnp.zeros(8, jnp.int32)
     one = jax.jit(layer)
-    attended = jnp.tile(x, (1, -(-shape.heads // shape.hidden)))[:, : shape.heads]
-    for i in range(shape.num_layers):
+    attended = jnp.tile(x, (1, -(-shape.attended // shape.hidden)))[:, : shape.attended]
+    for i in range(NUM_LAYERS[shape.name]):
         x, qkv = one(x, attended, jax.tree.map(lambda w, i=i: w[i], params, is_leaf=_is_leaf), arrivals)
-        attended = jax.lax.optimization_barrier(qkv[:, : shape.heads])
+        attended = jax.lax.optimization_barrier(qkv[:, : shape.attended])
     return x
 
 
@@ -125,7 +107,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def chain_of_one(
-    name: str, run: Callable[..., jax.Array], shape: ModelShape, x: jax.Array, params: Params
+    name: str, run: Callable[..., jax.Array], shape: LayerShape, x: jax.Array, params: Params
 ) -> jax.Array:
     """One of the four products in every layer; its result, cut or repeated, is the next one's input."""
     arrivals = jnp.zeros(8, jnp.int32)
@@ -133,7 +115,7 @@ def chain_of_one(
     inputs = params[name].shape[-1]
     residual = x
     x = jnp.tile(x, (1, -(-inputs // x.shape[1])))[:, :inputs]
-    for i in range(shape.num_layers):
+    for i in range(NUM_LAYERS[shape.name]):
         stage = stages_of(jax.tree.map(lambda w, i=i: w[i], params, is_leaf=_is_leaf))[name]
         out = one(x, (stage,), residual if stage.adds_residual else None, arrivals)
         x = jax.lax.optimization_barrier(jnp.tile(out, (1, -(-inputs // out.shape[1])))[:, :inputs])
@@ -181,7 +163,7 @@ def exact(stage: MatmulStage, x: np.ndarray, residual: np.ndarray | None) -> np.
     return y if residual is None else y + residual
 
 
-def check(shape: ModelShape, params: Params, config: MatmulConfig, names: tuple[str, ...]) -> dict:
+def check(shape: LayerShape, params: Params, config: MatmulConfig, names: tuple[str, ...]) -> dict:
     """The stages of layer 1 in one call against float64; pads are NaN, then not, and the bits have to be the same."""
     stages = tuple(stages_of(jax.tree.map(lambda w: w[1], params, is_leaf=_is_leaf))[name] for name in names)
     rng = np.random.default_rng(0)
@@ -253,7 +235,7 @@ def bytes_of(params: Params, names: tuple[str, ...] = PRODUCTS) -> int:
     return sum(params[name][0].nbytes for name in names)
 
 
-def product_rows(shape: ModelShape, params: Params, names: tuple[str, ...]) -> list[Row]:
+def product_rows(shape: LayerShape, params: Params, names: tuple[str, ...]) -> list[Row]:
     x = jnp.ones((ROWS, shape.hidden), jnp.bfloat16)
     swapped = in_out(params)
     rows = []
@@ -267,11 +249,11 @@ def product_rows(shape: ModelShape, params: Params, names: tuple[str, ...]) -> l
         }
         for variant, (chain, weights, checks) in variants.items():
             row = {"model": shape.name, "what": name, "variant": variant}
-            rows.append(Row(row, chain, (x, weights), shape.num_layers, bytes_of(params, (name,)), checks))
+            rows.append(Row(row, chain, (x, weights), NUM_LAYERS[shape.name], bytes_of(params, (name,)), checks))
     return rows
 
 
-def layer_rows(shape: ModelShape, params: Params, variants: tuple[str, ...], num_rows: int = ROWS) -> list[Row]:
+def layer_rows(shape: LayerShape, params: Params, variants: tuple[str, ...], num_rows: int = ROWS) -> list[Row]:
     """Variants: what XLA makes of weights that lie either way, or so many kernels, with so many slots."""
     x = jnp.ones((num_rows, shape.hidden), jnp.bfloat16)
     rows = []
@@ -287,7 +269,7 @@ def layer_rows(shape: ModelShape, params: Params, variants: tuple[str, ...], num
         if variant == "xla [in, out]":
             chain, weights = partial(with_in_out, chain), in_out(params)
         row = {"model": shape.name, "what": f"layer, {num_rows} rows", "variant": variant}
-        rows.append(Row(row, chain, (x, weights), shape.num_layers, bytes_of(params), checks))
+        rows.append(Row(row, chain, (x, weights), NUM_LAYERS[shape.name], bytes_of(params), checks))
     return rows
 
 
