@@ -4,10 +4,12 @@ from pallas_kernels.mosaic import make_arrivals, make_attention_work, prefers_ma
 from pallas_kernels.ops import matmul_stages, paged_attention, rope_and_write_kv
 from pallas_kernels.reference_matmul import Activation, MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm, rms_norm
+from pallas_kernels.skinny_matmul import FEW_ROWS
 from pallas_kernels.validation import Backend, Kind
 from pallas_kernels.work_lists import AttentionWork
 
 __all__ = [
+    "FEW_ROWS",
     "Activation",
     "AttentionWork",
     "Backend",

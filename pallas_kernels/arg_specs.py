@@ -71,11 +71,13 @@ LAYER_SHAPES = (
 )
 
 
-def layer_stages(shape: LayerShape, *, has_bias: bool = False, unit_offset: bool = False) -> dict[str, MatmulStage]:
-    """Abstract bf16 stages of a layer: qkv; o, gate_up and down, which follow each other."""
+def layer_stages(
+    shape: LayerShape, dtype: Any = jnp.bfloat16, *, has_bias: bool = False, unit_offset: bool = False
+) -> dict[str, MatmulStage]:
+    """Abstract stages of a layer: qkv; o, gate_up and down, which follow each other."""
 
     def floats(*sizes: int) -> Any:
-        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+        return jax.ShapeDtypeStruct(sizes, dtype)
 
     def stage(*sizes: int, has_norm: bool = False, **options: Any) -> MatmulStage:
         norm_weight = floats(sizes[-1]) if has_norm else None

@@ -33,12 +33,12 @@ from pallas_kernels.common import Ref, div, full, pl, plgpu, swizzled_smem
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.tuning import MatmulConfig
 
-ROWS = 8
+FEW_ROWS = 8
 UNIT = 16
 MAX_STAGES = 4
 _SEGMENTS = (8, 4, 2, 1)
 # Rows of a unit in atoms.
-_ROW_TILES = UNIT // ROWS
+_ROW_TILES = UNIT // FEW_ROWS
 _ATOM_BYTES = 1024
 _MAX_TILE = 16
 _SMEM_BYTES = 227 * 1024
@@ -108,7 +108,7 @@ class _Statics:
     @property
     def x_rows(self) -> int:
         """Rows of x_smem: every run of segments can be read as 64 rows, whatever lies behind."""
-        return ROWS * (self.max_atoms + 8 - self.stages[0].segments)
+        return FEW_ROWS * (self.max_atoms + 8 - self.stages[0].segments)
 
     @property
     def num_slots(self) -> int:
@@ -129,8 +129,8 @@ def _segments_of(num_inputs: int) -> int:
 
 def unsupported_reason(x: jax.Array, stages: tuple[MatmulStage, ...]) -> str | None:
     """Why there is no kernel for these arguments, in words, or None if there is one."""
-    if x.shape[0] != ROWS:
-        return f"{x.shape[0]} rows, only {ROWS} have a kernel"
+    if x.shape[0] != FEW_ROWS:
+        return f"{x.shape[0]} rows, only {FEW_ROWS} have a kernel"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {x.dtype.name}, only bfloat16 and float16 have kernels"
     if len(stages) > MAX_STAGES:
@@ -141,7 +141,7 @@ def unsupported_reason(x: jax.Array, stages: tuple[MatmulStage, ...]) -> str | N
         num_outputs, num_inputs = stage.weight.shape[-2:]
         if num_outputs % UNIT or num_inputs % 64:
             return f"{num_inputs} inputs and {num_outputs} outputs, only multiples of 64 and {UNIT} have kernels"
-        if 2 * ROWS * num_inputs > _SMEM_BYTES - _OTHER_BYTES - (3 * _MAX_TILE * _ROW_TILES + 8) * _ATOM_BYTES:
+        if 2 * FEW_ROWS * num_inputs > _SMEM_BYTES - _OTHER_BYTES - (3 * _MAX_TILE * _ROW_TILES + 8) * _ATOM_BYTES:
             return f"{num_inputs} inputs do not fit into shared memory"
     return None
 
@@ -217,7 +217,7 @@ def _run(
         operands += [] if stage.bias is None else [stage.bias.reshape(-1)]
     return pl.kernel(
         functools.partial(_body, statics, residual is not None),
-        out_type=[jax.ShapeDtypeStruct((ROWS, stage.num_outputs), statics.dtype) for stage in statics.stages],
+        out_type=[jax.ShapeDtypeStruct((FEW_ROWS, stage.num_outputs), statics.dtype) for stage in statics.stages],
         mesh=plgpu.Mesh(grid=(statics.num_ctas,), grid_names=("cta",), num_threads=2, thread_name="warpgroup"),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
@@ -275,12 +275,12 @@ def _body(statics: _Statics, has_residual: bool, *refs: Ref) -> None:
     num_slots, tile = statics.num_slots, statics.tile
     ways = max(stage.ways for stage in statics.stages)
     smem = functools.partial(swizzled_smem, dtype=statics.dtype)
-    weights, x = smem(num_slots, _ROW_TILES * tile * ROWS, 64), smem(statics.x_rows, 64)
+    weights, x = smem(num_slots, _ROW_TILES * tile * FEW_ROWS, 64), smem(statics.x_rows, 64)
     copies_w, copies_x = _ROW_TILES * tile, statics.max_atoms
     if statics.copy_whole_tiles:
         # The same bytes as copies fill them: atoms of 8 rows and 64 columns in the same order.
         weights = plgpu.RefUnion(smem(num_slots, UNIT, 64 * tile), weights)
-        x = plgpu.RefUnion(smem(ROWS, 64 * statics.max_atoms), x)
+        x = plgpu.RefUnion(smem(FEW_ROWS, 64 * statics.max_atoms), x)
         copies_w = copies_x = 1
     pl.run_scoped(
         scoped,
@@ -310,15 +310,15 @@ def _copy_atoms(
     """
     first, count = atoms
     if isinstance(target, tuple):
-        block = source.at[pl.ds(row, ROWS * row_tiles), pl.ds(first * 64, count * 64)]
+        block = source.at[pl.ds(row, FEW_ROWS * row_tiles), pl.ds(first * 64, count * 64)]
         wide = target[0] if slot is None else target[0].at[slot]
         plgpu.copy_gmem_to_smem(block, wide.at[:, pl.ds(0, 64 * count)], barrier)
         return
     tall = target if slot is None else target.at[slot]
     for i in range(row_tiles):
         for j in range(count):
-            block = source.at[pl.ds(row + i * ROWS, ROWS), pl.ds((first + j) * 64, 64)]
-            plgpu.copy_gmem_to_smem(block, tall.at[pl.ds((i * count + j) * ROWS, ROWS)], barrier)
+            block = source.at[pl.ds(row + i * FEW_ROWS, FEW_ROWS), pl.ds((first + j) * 64, 64)]
+            plgpu.copy_gmem_to_smem(block, tall.at[pl.ds((i * count + j) * FEW_ROWS, FEW_ROWS)], barrier)
 
 
 def _copy_weights(statics: _Statics, stages: list[_StageRefs], scratch: tuple[Ref, ...]) -> None:
@@ -393,7 +393,7 @@ def _norm_weight(stage: _Stage, refs: _StageRefs, chunk: int | jax.Array) -> jax
         part = refs.norm_weight.at[pl.ds((chunk * stage.segments + segment) * 64, 64)]
         weight = plgpu.load(part, layout=_WGMMA.reduce(0), optimized=False)
         weight = plgpu.layout_cast(lax.broadcast_in_dim(weight, (64, 64), [1]), _WGMMA)
-        is_segment = jnp.logical_and(row >= segment * ROWS, row < (segment + 1) * ROWS)
+        is_segment = jnp.logical_and(row >= segment * FEW_ROWS, row < (segment + 1) * FEW_ROWS)
         out = jnp.where(is_segment, weight, out)
     return out
 
@@ -414,7 +414,7 @@ def _take_x(stage: _Stage, refs: _StageRefs, norm_weights: list[jax.Array], scra
     def scale(i: int | jax.Array, squares: jax.Array) -> jax.Array:
         weight = norm_weights[i] if norm_weights and isinstance(i, int) else _norm_weight(stage, refs, i)
         weight = weight.astype(jnp.float32)
-        chunk = x_smem.at[pl.ds(i * (stage.segments * ROWS), 64)]
+        chunk = x_smem.at[pl.ds(i * (stage.segments * FEW_ROWS), 64)]
         x = plgpu.load(chunk, layout=_WGMMA).astype(jnp.float32)
         chunk[...] = (x * (1.0 + weight if stage.unit_offset else weight)).astype(x_smem.dtype)
         return squares + (x * x).sum(axis=1)
@@ -439,7 +439,7 @@ def _compute_unit(
     residual = None
     if refs.residual is not None:  # loaded early: nothing waits for it
         residual = plgpu.load(refs.residual.at[:, columns], layout=layout, optimized=False)
-    run = stage.segments * ROWS  # rows of a run of segments
+    run = stage.segments * FEW_ROWS  # rows of a run of segments
 
     def product(way: int) -> tuple[jax.Array, ...]:
         def body(*accs: Ref) -> tuple[jax.Array, ...]:
@@ -447,9 +447,9 @@ def _compute_unit(
                 slot = lax.rem(used + (way * stage.tiles + tile), jnp.int32(statics.num_slots))
                 plgpu.barrier_wait(filled.at[slot])
                 for j in range(0, stage.tile, stage.segments):
-                    x = x_smem.at[pl.ds((tile * stage.tile + j) * ROWS, 64)]
+                    x = x_smem.at[pl.ds((tile * stage.tile + j) * FEW_ROWS, 64)]
                     for i, acc in enumerate(accs):
-                        weights = w_smem.at[slot, pl.ds((i * stage.tile + j) * ROWS, run)]
+                        weights = w_smem.at[slot, pl.ds((i * stage.tile + j) * FEW_ROWS, run)]
                         plgpu.wgmma(acc, x, weights.transpose((1, 0)))
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot])
@@ -459,7 +459,7 @@ def _compute_unit(
 
     for way in range(stage.ways):
         for i, blocks in enumerate(product(way)):
-            sums_smem[pl.ds(way * 64, 64), pl.ds(i * ROWS, ROWS)] = _diagonal(stage, blocks)
+            sums_smem[pl.ds(way * 64, 64), pl.ds(i * FEW_ROWS, FEW_ROWS)] = _diagonal(stage, blocks)
     plgpu.commit_smem()
     parts = [_sum_segments(stage, sums_smem, way) for way in range(stage.ways)]
     if stage.has_norm:
@@ -469,7 +469,7 @@ def _compute_unit(
         for way in range(stage.ways):
             bias = refs.bias.at[pl.ds(way * stage.num_outputs + unit * UNIT, UNIT)]
             bias = plgpu.load(bias, layout=layout.reduce(0), optimized=False).astype(jnp.float32)
-            parts[way] = parts[way] + plgpu.layout_cast(lax.broadcast_in_dim(bias, (ROWS, UNIT), [1]), layout)
+            parts[way] = parts[way] + plgpu.layout_cast(lax.broadcast_in_dim(bias, (FEW_ROWS, UNIT), [1]), layout)
     out = _activate(stage.activation, parts[0])
     if stage.is_gated:
         out = out * parts[1]
@@ -481,11 +481,11 @@ def _compute_unit(
 
 def _diagonal(stage: _Stage, blocks: jax.Array) -> jax.Array:
     """[64, S * 8] -> [64, 8]: of the 8 rows of segment s the 8 columns of segment s."""
-    row = plgpu.broadcasted_iota(jnp.int32, (64, ROWS), 0, layout=_WGMMA)
-    out = full((64, ROWS), 0.0, _WGMMA)
+    row = plgpu.broadcasted_iota(jnp.int32, (64, FEW_ROWS), 0, layout=_WGMMA)
+    out = full((64, FEW_ROWS), 0.0, _WGMMA)
     for segment in range(stage.segments):
-        part = lax.slice(blocks, (0, segment * ROWS), (64, (segment + 1) * ROWS))
-        is_segment = jnp.logical_and(row >= segment * ROWS, row < (segment + 1) * ROWS)
+        part = lax.slice(blocks, (0, segment * FEW_ROWS), (64, (segment + 1) * FEW_ROWS))
+        is_segment = jnp.logical_and(row >= segment * FEW_ROWS, row < (segment + 1) * FEW_ROWS)
         out = jnp.where(is_segment, part, out)
     return out
 
@@ -493,32 +493,32 @@ def _diagonal(stage: _Stage, blocks: jax.Array) -> jax.Array:
 @functools.cache
 def _out_layout() -> Any:
     """f32[8, 16] over the 128 threads: one element each, a row beside the next."""
-    tiling = plgpu.Tiling(((ROWS, UNIT), (2, UNIT), (1, 1)))
+    tiling = plgpu.Tiling(((FEW_ROWS, UNIT), (2, UNIT), (1, 1)))
     layout = TiledLayout(tiling, (-6,), (-4, -3), -1, _check_canonical=False).canonicalize()
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
 def _sum_segments(stage: _Stage, sums_smem: Ref, way: int) -> jax.Array:
     """[8, 16] in the order of the segments."""
-    total = full((ROWS, UNIT), 0.0, _out_layout())
+    total = full((FEW_ROWS, UNIT), 0.0, _out_layout())
     for segment in range(stage.segments):
-        rows = pl.ds(way * 64 + segment * ROWS, ROWS)
+        rows = pl.ds(way * 64 + segment * FEW_ROWS, FEW_ROWS)
         total = total + plgpu.load(sums_smem.at[rows], layout=_out_layout(), optimized=False)
     return total
 
 
 def _rstd(stage: _Stage, squares_smem: Ref) -> jax.Array:
     """1 / rms of the 8 rows."""
-    total = full((ROWS,), 0.0, _out_layout().reduce(1))
+    total = full((FEW_ROWS,), 0.0, _out_layout().reduce(1))
     for segment in range(stage.segments):
-        part = squares_smem.at[pl.ds(segment * ROWS, ROWS)]
+        part = squares_smem.at[pl.ds(segment * FEW_ROWS, FEW_ROWS)]
         total = total + plgpu.load(part, layout=_out_layout().reduce(1), optimized=False)
     return lax.rsqrt(total * (1.0 / stage.num_inputs) + stage.eps)
 
 
 def _across_columns(row: jax.Array) -> jax.Array:
     """[8] -> [8, 16]."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(row, (ROWS, UNIT), [0]), _out_layout())
+    return plgpu.layout_cast(lax.broadcast_in_dim(row, (FEW_ROWS, UNIT), [0]), _out_layout())
 
 
 def _activate(name: str | None, x: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """One loop over the decoder layers, unrolled or scanned, and what each layer gets to know."""
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +13,9 @@ from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.layers.rope import rope_tables
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.rope_config import RopeConfig
-from pallas_kernels import MatmulStage, make_arrivals, matmul_stages, prefers_matmul_kernel
+from pallas_kernels import FEW_ROWS, MatmulStage, make_arrivals, matmul_stages, prefers_matmul_kernel
+
+logger = logging.getLogger(__name__)
 
 # Stands for "no window" where the window is data: longer than any context.
 _NO_WINDOW = 2**30
@@ -84,7 +87,11 @@ class LayerContext:
 
     def project(self, x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array | None = None) -> jax.Array:
         """pallas_kernels.matmul_stages: a kernel where there is one that was measured to be faster, XLA elsewhere."""
-        backend = self.metadata.backend if prefers_matmul_kernel(x, stages, self.metadata.backend) else "reference"
+        is_kernel = prefers_matmul_kernel(x, stages, self.metadata.backend)
+        if len(x) == FEW_ROWS and self.metadata.backend != "reference":
+            sizes = ", ".join("x".join(map(str, stage.weight.shape)) for stage in stages)
+            logger.info("%d rows times %s: %s", len(x), sizes, "Pallas kernel" if is_kernel else "XLA")
+        backend = self.metadata.backend if is_kernel else "reference"
         return matmul_stages(x, stages, residual, self.arrivals, backend=backend)
 
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import MatmulStage, make_arrivals, matmul_stages, prefers_matmul_kernel
+from pallas_kernels import FEW_ROWS, MatmulStage, make_arrivals, matmul_stages, prefers_matmul_kernel
 from pallas_kernels.arg_specs import LAYER_SHAPES, layer_stages
 
 BACKENDS = ("reference", "mosaic_gpu_interpret")
-ROWS, REAL_ROWS = 8, 5
+ROWS, REAL_ROWS = FEW_ROWS, 5
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
