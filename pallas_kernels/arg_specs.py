@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic import cache_head_dim, make_attention_work
 from pallas_kernels.ops import paged_attention, rope_and_write_kv
+from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm
 from pallas_kernels.validation import Kind
 
@@ -66,6 +68,46 @@ BUCKETS = (
     Bucket("mixed", 16384, 8),
     Bucket("mixed", 16384, 1024),
 )
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The sizes of a layer's products."""
+
+    name: str
+    hidden: int
+    attended: int  # num_heads * head_dim
+    qkv: int
+    ffn: int
+
+
+LAYER_SHAPES = (
+    LayerShape("qwen3-0.6b", 1024, 2048, 4096, 3072),
+    LayerShape("smollm2-135m", 576, 576, 960, 1536),
+    LayerShape("qwen3-1.7b", 2048, 2048, 4096, 6144),
+    LayerShape("llama-3.1-8b", 4096, 4096, 6144, 14336),
+)
+
+
+def layer_stages(
+    shape: LayerShape, dtype: Any = jnp.bfloat16, *, has_bias: bool = False, unit_offset: bool = False
+) -> dict[str, MatmulStage]:
+    """Abstract stages of a layer: qkv; o, gate_up and down, which follow each other."""
+
+    def floats(*sizes: int) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    def stage(*sizes: int, has_norm: bool = False, **options: Any) -> MatmulStage:
+        norm_weight = floats(sizes[-1]) if has_norm else None
+        bias = floats(*sizes[:-1]) if has_bias else None
+        return MatmulStage(floats(*sizes), norm_weight, bias, eps=1e-6, unit_offset=unit_offset, **options)
+
+    return {
+        "qkv": stage(shape.qkv, shape.hidden, has_norm=True),
+        "o": stage(shape.hidden, shape.attended, adds_residual=True),
+        "gate_up": stage(2, shape.ffn, shape.hidden, has_norm=True, activation="silu"),
+        "down": stage(shape.hidden, shape.ffn, adds_residual=True),
+    }
 
 
 @dataclass(frozen=True)

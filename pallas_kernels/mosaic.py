@@ -5,12 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import rope_write
+from pallas_kernels import rope_write, skinny_matmul
 from pallas_kernels.common import plgpu
 from pallas_kernels.decode import paged_decode
 from pallas_kernels.prefill import paged_prefill
+from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm, norm_and_rotate
-from pallas_kernels.tuning import AttentionConfig, attention_config
+from pallas_kernels.tuning import MAX_PREFERRED_WEIGHTS, AttentionConfig, attention_config, matmul_config
 from pallas_kernels.validation import Backend, Kind
 from pallas_kernels.work_lists import AttentionWork, cut_attention_work
 
@@ -230,3 +231,36 @@ def rope_and_write_kv(
         interpret=plgpu.InterpretGPUParams() if backend == "mosaic_gpu_interpret" else False,
     )
     return q[..., :head_dim], kv_cache
+
+
+def make_arrivals(backend: Backend) -> jax.Array | None:
+    """What matmul_stages counts in: once a step, for all layers. None for the reference."""
+    return None if backend == "reference" else jnp.zeros(skinny_matmul.MAX_STAGES, jnp.int32)
+
+
+def prefers_matmul_kernel(x: jax.Array, stages: tuple[MatmulStage, ...], backend: Backend) -> bool:
+    """Whether matmul_stages of a backend can run these and was measured to be faster than what XLA makes of them."""
+    if backend == "reference" or skinny_matmul.unsupported_reason(x, stages) is not None:
+        return False
+    return sum(stage.weight.size for stage in stages) <= MAX_PREFERRED_WEIGHTS
+
+
+def matmul_stages(
+    x: jax.Array,
+    stages: tuple[MatmulStage, ...],
+    residual: jax.Array | None,
+    arrivals: jax.Array,
+    *,
+    backend: Backend,
+) -> jax.Array:
+    """See ops.matmul_stages. One kernel, or one a stage where thread blocks cannot wait for each other."""
+    reason = skinny_matmul.unsupported_reason(x, stages)
+    if reason is not None:
+        raise NotImplementedError(f"{backend} matmul: {reason}; use backend 'reference'")
+    interpret = backend == "mosaic_gpu_interpret"
+    device = jax.devices()[0]
+    # Where there is no GPU this compiles for one elsewhere.
+    num_sms = getattr(device, "core_count", None) if device.platform == "gpu" else None
+    params = plgpu.InterpretGPUParams() if interpret else False
+    config = matmul_config(interpret=interpret, num_sms=num_sms)
+    return skinny_matmul.matmul_stages(x, stages, residual, arrivals, config=config, interpret=params)

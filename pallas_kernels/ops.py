@@ -1,10 +1,11 @@
-"""The public attention ops. One place decides which backend runs; `reference` defines what each means."""
+"""The public ops. One place decides which backend runs; `reference` modules define what each means."""
 
 import jax
 
-from pallas_kernels import mosaic, reference, reference_rope_write
+from pallas_kernels import mosaic, reference, reference_matmul, reference_rope_write
+from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm
-from pallas_kernels.validation import Backend, Kind, check_attention, check_backend, check_write
+from pallas_kernels.validation import Backend, Kind, check_attention, check_backend, check_matmul_stages, check_write
 from pallas_kernels.work_lists import AttentionWork
 
 
@@ -114,3 +115,38 @@ def paged_attention(
         raise ValueError(f"work=None, expected what make_attention_work returns for {backend=}")
     rows = (block_tables, seq_lens, query_start_loc)
     return mosaic.paged_attention(q, kv_cache, layer, *rows, work, **options, backend=backend)
+
+
+def matmul_stages(
+    x: jax.Array,
+    stages: tuple[MatmulStage, ...],
+    residual: jax.Array | None = None,
+    arrivals: jax.Array | None = None,
+    *,
+    backend: Backend = "reference",
+) -> jax.Array:
+    """Products with weights, one after the other, each with what surrounds it: norm, bias, activation, gate, residual.
+
+    Args:
+      x: [T, K], of the weights' dtype; rows past the real token count are pads.
+      stages: the result of each is the input of the next.
+      residual: [T, N], for the first stage that adds it; what that stage gives is the residual of later ones.
+      arrivals: from make_arrivals, once a step; the kernels count in it. None, for the reference only.
+      backend: static; chosen once by the runner. See prefers_matmul_kernel.
+
+    Returns:
+      [T, N] of the last stage, in x's dtype. Sums are float32. Rows do not mix: NaN in a pad stays there. The kernels
+      round a normed input once, after the product with the norm's weight, and a stage's result once; XLA, which the
+      reference leaves this to, may round in between.
+
+    Raises:
+      ValueError: shapes or dtypes disagree, or the backend is unknown.
+      NotImplementedError: the backend has no kernel for these arguments.
+    """
+    check_backend(backend)
+    check_matmul_stages(x, stages, residual)
+    if backend == "reference":
+        return reference_matmul.matmul_stages(x, stages, residual)
+    if arrivals is None:
+        raise ValueError(f"arrivals=None, expected what make_arrivals returns for {backend=}")
+    return mosaic.matmul_stages(x, stages, residual, arrivals, backend=backend)

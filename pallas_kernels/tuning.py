@@ -97,3 +97,37 @@ def attention_config(*, interpret: bool, block_size: int, head_dim: int = 128, c
     stage_bytes = 2 * prefill.tile * head_dim * (2 + is_narrow)
     prefill = replace(prefill, stages=min((_MAX_SMEM_BYTES - row_bytes) // stage_bytes, config.prefill.stages))
     return AttentionConfig(decode, prefill)
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    """How products of few rows are cut. See skinny_matmul.matmul_stages.
+
+    Attributes:
+      num_ctas: CTAs of the grid. With `one_kernel` all of them have to be resident at once: at most one an SM.
+      max_slots: weight tiles in flight; fewer if shared memory is short.
+      one_kernel: the stages are one kernel, whose CTAs wait for each other by atomics. False: a kernel each, for the
+        interpreter.
+      copy_whole_tiles: see skinny_matmul. False: a copy an atom, for the interpreter.
+    """
+
+    num_ctas: int = NUM_SMS
+    max_slots: int = 16
+    one_kernel: bool = True
+    copy_whole_tiles: bool = True
+
+
+H200_MATMUL = MatmulConfig()
+# Elements of the weights of a chain of products. XLA is as good where there are more.
+MAX_PREFERRED_WEIGHTS = 48 * 2**20
+INTERPRET_MATMUL = MatmulConfig(num_ctas=3, max_slots=2, one_kernel=False, copy_whole_tiles=False)
+
+
+def matmul_config(*, interpret: bool, num_sms: int | None) -> MatmulConfig:
+    """The configuration for a backend.
+
+    Args:
+      interpret: for the CPU interpreter.
+      num_sms: of the GPU; None stands for an H200.
+    """
+    return INTERPRET_MATMUL if interpret else replace(H200_MATMUL, num_ctas=num_sms or NUM_SMS)

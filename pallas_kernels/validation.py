@@ -5,6 +5,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm
 
 Backend = Literal["reference", "mosaic_gpu", "mosaic_gpu_interpret"]
@@ -72,6 +73,34 @@ def check_write(
         )
     for weight in (norm.q_weight, norm.k_weight) if norm else ():
         _require(weight.shape == (head_dim,), f"a norm weight has shape {weight.shape}, expected ({head_dim},)")
+
+
+def check_matmul_stages(x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array | None) -> None:
+    """Raise ValueError if the arguments of matmul_stages disagree."""
+    _require(x.ndim == 2, f"x has shape {x.shape}, expected [T, K]")
+    _require(len(stages) > 0, "stages=(), expected at least one")
+    num_rows, width = x.shape
+    for i, stage in enumerate(stages):
+        shape = stage.weight.shape
+        _require(
+            shape[-1] == width and (len(shape) == 2 or (len(shape) == 3 and shape[0] == 2)),
+            f"the weight of stage {i} has shape {shape}, expected [N, K] or [2, N, K] with K = {width}",
+        )
+        _require(stage.weight.dtype == x.dtype, f"dtypes differ: x {x.dtype}, weight of stage {i} {stage.weight.dtype}")
+        for name, vector, expected in (
+            ("norm_weight", stage.norm_weight, (width,)),
+            ("bias", stage.bias, shape[:-1]),
+        ):
+            _require(
+                vector is None or vector.shape == expected,
+                f"{name} of stage {i} has shape {getattr(vector, 'shape', None)}, expected {expected}",
+            )
+        width = shape[-2]
+        if stage.adds_residual:
+            _require(
+                residual is not None and residual.shape == (num_rows, width),
+                f"residual has shape {getattr(residual, 'shape', None)}, expected {(num_rows, width)} for stage {i}",
+            )
 
 
 def check_attention(
