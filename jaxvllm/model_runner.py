@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -172,17 +172,20 @@ class ModelRunner:
                 keys.append("dense_logprobs")
         return keys
 
-    def warm_up(self, lowering: LoweringProcesses | None = None) -> Iterator[ProgramKey]:
+    def warm_up(
+        self, lowering: LoweringProcesses | None = None, keys: Iterable[ProgramKey] | None = None
+    ) -> Iterator[ProgramKey]:
         """Compile all programs ahead, giving each key when it is ready. Without it they compile at first use.
 
         Args:
           lowering: lowers the steps; None: this process does.
+          keys: which programs; None: all that serving can need.
         """
         num_threads = min(self.config.num_compile_threads, os.cpu_count() or 1)
         self._lowering = lowering
         try:
             yield from self.programs.compile_all(
-                self.program_keys(), num_threads, lower_in_threads=lowering is not None
+                self.program_keys() if keys is None else keys, num_threads, lower_in_threads=lowering is not None
             )
         finally:
             self._lowering = None

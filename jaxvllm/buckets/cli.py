@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxvllm.bucket_choice import STRATEGIES, choose_policy
 from jaxvllm.cli_args import add_engine_options, given_engine_args
-from scheduler.buckets import BucketPolicy, explicit, load_policy
+from scheduler.buckets import BucketKey, BucketPolicy, explicit, load_policy
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.cost_model import CostModel, StepSample, fit, load_cost_model, roofline
 from scheduler.simulate import Simulation, SimulationReport
@@ -21,7 +21,9 @@ from scheduler.tuning import TuningOptions, tune
 
 if TYPE_CHECKING:
     from jaxvllm.buckets.compare import Result, StepLog
+    from jaxvllm.compile_cache import ProgramKey
     from jaxvllm.executor import DeviceExecutor
+    from jaxvllm.model_runner import ModelRunner
 
 DEFAULT_POLICIES = ("one_shape", "powers_of_two", "linear", "geometric", "explicit", "tuned")
 # A Llama small enough for a CPU, where no model is named.
@@ -94,7 +96,8 @@ def run_compare(args: argparse.Namespace) -> int:
 
     executor, num_blocks = start_executor(args)
     runner, config = executor.runner, executor.config
-    vocab_size, max_model_len = executor.vocab_size, config.scheduler.max_model_len
+    assert executor.model_config is not None
+    vocab_size, max_model_len = executor.model_config.vocab_size, config.scheduler.max_model_len
     if args.trace:
         trace = _sped_up(load_trace(args.trace, args.num_requests), args.speedup)
         workload = trace_workload(trace, vocab_size, max_model_len)
@@ -102,8 +105,13 @@ def run_compare(args: argparse.Namespace) -> int:
         lengths = (args.num_requests, args.input_len, args.output_len, args.arrivals_per_step)
         workload = synthetic_workload(*lengths, vocab_size, max_model_len)
     done: list[tuple[Result, StepLog]] = []
+    known = {name: _policy(name, config, args) for name in args.policies if name != "tuned"}
+    executor.prepare(_programs(runner, known.values()))
     for name in args.policies:
-        policy = _tuned(done, config.scheduler, args) if name == "tuned" else _policy(name, config, args)
+        policy = known.get(name)
+        if policy is None:
+            policy = _tuned(done, config.scheduler, args)
+            executor.prepare(policy.keys())
         done.append(run_policy(runner, config, num_blocks, policy, workload))
         print(f"{done[-1][0].policy}: {done[-1][0].total_s:.1f} s", flush=True)
     results = [result for result, _ in done]
@@ -124,11 +132,11 @@ def run_measure(args: argparse.Namespace) -> int:
 
     executor, num_blocks = start_executor(args)
     runner = executor.runner
-    keys = {key: None for name in args.policies for key in _policy(name, executor.config, args).keys()}  # noqa: SIM118
-    list(runner.programs.compile_all([*keys]))
+    keys = _programs(runner, [_policy(name, executor.config, args) for name in args.policies])
+    executor.prepare(keys)
     runner.initialize_kv_cache(num_blocks)
     samples = []
-    for sample in measure_steps(runner, keys):
+    for sample in measure_steps(runner, [key for key in keys if isinstance(key, BucketKey)]):
         samples.append(asdict(sample.key) | {"context_tokens": sample.context_tokens, "ms": sample.ms})
         print(f"{sample.key!s:24} {sample.context_tokens:9,} context tokens {sample.ms:9.3f} ms", flush=True)
     args.out.write_text(json.dumps({"device": runner.device_kind, "samples": samples}, indent=1) + "\n")
@@ -201,6 +209,12 @@ def guessed_cost(policy: BucketPolicy) -> CostModel:
         flops_per_s=3.6e14,
         overhead_ms=1.0,
     )
+
+
+def _programs(runner: "ModelRunner", policies: Iterable[BucketPolicy]) -> "list[ProgramKey]":
+    """All buckets of the policies, and the program that admits many requests at once if there is one."""
+    keys: dict[ProgramKey, None] = {key: None for policy in policies for key in policy.keys()}  # noqa: SIM118
+    return [*keys, *(key for key in runner.program_keys() if key == "admit")]
 
 
 def _tuned(done: "list[tuple[Result, StepLog]]", limits: SchedulerConfig, args: argparse.Namespace) -> BucketPolicy:
