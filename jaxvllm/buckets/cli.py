@@ -74,9 +74,10 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, required=True, help="Azure CSV or Mooncake JSONL")
     parser.add_argument("--out", type=Path, required=True, help="the policy, for the engine's --bucket-policy")
     parser.add_argument("--cost", type=Path, help="JSON of `measure` or of `compare` (default: a guess for one H200)")
-    load = parser.add_mutually_exclusive_group()
-    load.add_argument("--running", type=float, help="speed arrivals up until so many requests run at once on average")
-    load.add_argument("--speedup", type=float, default=1.0, help="requests arrive so many times faster")
+    parser.add_argument("--running", type=float, help="speed arrivals up until so many requests run at once on average")
+    parser.add_argument(
+        "--speedup", type=float, default=1.0, help="requests arrive so many times faster; with --running: the first try"
+    )
     parser.add_argument("--limit", type=int, default=4000, help="only the first so many requests")
     parser.add_argument("--max-programs", type=int, default=24)
     parser.add_argument("--max-num-seqs", type=int, default=1024)
@@ -158,16 +159,16 @@ def run_tune(args: argparse.Namespace) -> int:
         pool = CacheConfig(16, args.num_blocks, True)
         return Simulation(requests, policy, cost, limits, pool, host_ms=args.host_ms).run()
 
-    def load(policy: BucketPolicy) -> tuple[float, SimulationReport]:
+    def load(policy: BucketPolicy, first_try: float) -> tuple[float, SimulationReport]:
         if args.running is None:
             return args.speedup, simulate(_sped_up(trace, args.speedup), policy)
-        return scale_to_running(trace, policy, simulate, args.running)
+        return scale_to_running(trace, policy, simulate, args.running, first_try)
 
-    speedup, before = load(base)
+    speedup, before = load(base, args.speedup)
     report, policy = before, base
     for _ in range(args.rounds):
         policy = tune(report.step_shapes, cost, *_sizes(limits), TuningOptions(max_programs=args.max_programs))
-        speedup, report = load(policy)
+        speedup, report = load(policy, speedup)
     reports = {"powers_of_two": before, "tuned": report}
     tables = {name: {"requests running": f"{r.mean_running:.1f}"} | r.rows() for name, r in reports.items()}
     _print_columns(tables)
