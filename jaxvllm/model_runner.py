@@ -151,6 +151,7 @@ class ModelRunner:
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool and empty rows."""
         self.set_num_blocks(num_blocks)
+        self.kv_cache = self.device_state = None  # there is no room for two pools
         self.kv_cache = self.config.kv_cache.allocate(num_blocks, self._pool_sharding)
         self.device_state = DeviceState.zeros(self.config.limits, self._replicated, self._hidden)
 

@@ -92,10 +92,10 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Compare the policies and print the table."""
+    executor, num_blocks = start_executor(args)
     from jaxvllm.buckets.compare import run_policy, synthetic_workload, trace_workload
     from jaxvllm.buckets.report import plot, table, write_json
 
-    executor, num_blocks = start_executor(args)
     runner, config = executor.runner, executor.config
     assert executor.model_config is not None
     vocab_size, max_model_len = executor.model_config.vocab_size, config.scheduler.max_model_len
@@ -129,9 +129,9 @@ def run_compare(args: argparse.Namespace) -> int:
 
 def run_measure(args: argparse.Namespace) -> int:
     """Time the buckets of the policies and write the samples."""
+    executor, num_blocks = start_executor(args)
     from jaxvllm.buckets.measure import measure_steps
 
-    executor, num_blocks = start_executor(args)
     runner = executor.runner
     keys = _programs(runner, [_policy(name, executor.config, args) for name in args.policies])
     executor.prepare(keys)
@@ -183,7 +183,6 @@ def run_tune(args: argparse.Namespace) -> int:
 def start_executor(args: argparse.Namespace) -> "tuple[DeviceExecutor, int]":
     """The device side of an engine in this process, its programs not yet compiled, and its number of blocks."""
     from jaxvllm.config import EngineArgs
-    from jaxvllm.executor import DeviceExecutor
     from jaxvllm.model_source import resolve
 
     given = given_engine_args(args)
@@ -195,6 +194,8 @@ def start_executor(args: argparse.Namespace) -> "tuple[DeviceExecutor, int]":
     source = resolve(engine_args.model, revision=engine_args.revision, download_dir=engine_args.download_dir)
     config = engine_args.create_engine_config(source.config.max_position_embeddings)
     config.apply_core_environment()
+    from jaxvllm.executor import DeviceExecutor  # not before: JAX reads the environment when it is imported
+
     executor = DeviceExecutor(config)
     return executor, executor.initialize()
 
