@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from jaxvllm.background import Background
 from jaxvllm.bucket_choice import choose_policy
 from jaxvllm.bucket_stats import BucketStats
 from jaxvllm.checkout import checkout_root
+from jaxvllm.compile_cache import ProgramKey
 from jaxvllm.config import EngineConfig, lowering_environment
 from jaxvllm.kv_cache import KVCacheSpec, free_device_bytes
 from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_shapes, param_specs, unstack_small
@@ -49,13 +50,13 @@ class DeviceExecutor:
 
     Attributes:
       config: as given.
-      vocab_size: of the model, once it is initialized.
+      model_config: of the model, once it is initialized.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         """Remember the config; nothing is loaded yet."""
         self.config = config
-        self.vocab_size = 0
+        self.model_config: ModelConfig | None = None
         self._planner: Planner | None = None
         self._runner: ModelRunner | None = None
         self._buckets = BucketStats()
@@ -93,7 +94,7 @@ class DeviceExecutor:
         log_pool(runner.config.kv_cache, runner.config.limits, num_blocks)
         runner.initialize_kv_cache(num_blocks)
         self._runner, self._planner = runner, Planner(runner.config.limits, policy, config.seed)
-        self.vocab_size = model_config.vocab_size
+        self.model_config = model_config
         return num_blocks
 
     @property
@@ -101,6 +102,13 @@ class DeviceExecutor:
         """What runs the steps, for measurements."""
         assert self._runner is not None, "initialize comes first"
         return self._runner
+
+    def prepare(self, keys: Iterable[ProgramKey]) -> None:
+        """Load or compile programs, of buckets that the config's policy need not have: for measurements."""
+        assert self.model_config is not None, "initialize comes first"
+        with _lowering_processes(self.config, self.model_config, self.runner.config) as lowering:
+            for _ in self.runner.warm_up(lowering, keys):
+                pass
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle | None:
         """Plan and dispatch a step without waiting for it; None if it holds no tokens."""
@@ -246,10 +254,9 @@ def _compile_ahead(
         for key in runner.warm_up(lowering):
             check()
             progress.update()
-            if key != sizer.largest:
-                continue
             checked = sizer.checked(num_blocks, runner.programs.workspace_bytes(key))
-            if checked != num_blocks:
+            # Of all programs but the largest only those count that need even more than that one.
+            if checked < num_blocks or (checked > num_blocks and key == sizer.largest):
                 logger.info("The steps' workspace asks for %d blocks in the place of %d", checked, num_blocks)
                 break
         else:

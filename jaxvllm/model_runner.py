@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -167,6 +167,7 @@ class ModelRunner:
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool and empty rows."""
         self.set_num_blocks(num_blocks)
+        self.kv_cache = self.device_state = None  # there is no room for two pools
         self.kv_cache = self.config.kv_cache.allocate(num_blocks, self._pool_sharding)
         self.device_state = DeviceState.zeros(self.config.limits, self._replicated, self._hidden)
         if self.config.fixed_places:
@@ -195,17 +196,20 @@ class ModelRunner:
                 keys.append("dense_logprobs")
         return keys
 
-    def warm_up(self, lowering: LoweringProcesses | None = None) -> Iterator[ProgramKey]:
+    def warm_up(
+        self, lowering: LoweringProcesses | None = None, keys: Iterable[ProgramKey] | None = None
+    ) -> Iterator[ProgramKey]:
         """Compile all programs ahead, giving each key when it is ready. Without it they compile at first use.
 
         Args:
           lowering: lowers the steps; None: this process does.
+          keys: which programs; None: all that serving can need.
         """
         num_threads = min(self.config.num_compile_threads, os.cpu_count() or 1)
         self._lowering = lowering
         try:
             yield from self.programs.compile_all(
-                self.program_keys(), num_threads, lower_in_threads=lowering is not None
+                self.program_keys() if keys is None else keys, num_threads, lower_in_threads=lowering is not None
             )
         finally:
             self._lowering = None

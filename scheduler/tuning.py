@@ -23,8 +23,8 @@ class TuningOptions:
     Attributes:
       max_programs: budget.
       decode_granule, mixed_granule: sizes are multiples of these (the limits themselves may be none).
-      padding_price_ms: added to the cost of a step for each padded token. Breaks ties where a step's time does not
-        depend on its size, and otherwise says what waste is worth beyond the time that it takes.
+      padding_price: what a token of a bucket is charged beyond the time that it takes, in times of what a token takes
+        in the largest buckets. Where a step's time does not depend on its size, waste would be free without it.
       prior_share: so many more steps, as a share of the trace's, are assumed to spread evenly over the logarithms of
         tokens and of requests, so that what the trace does not have is not left to the largest bucket.
     """
@@ -32,7 +32,7 @@ class TuningOptions:
     max_programs: int = 24
     decode_granule: int = 8
     mixed_granule: int = 32
-    padding_price_ms: float = 1e-5
+    padding_price: float = 1.0
     prior_share: float = 0.01
 
 
@@ -74,6 +74,11 @@ def tune(
     if not steps:
         raise ValueError("the trace has no steps to tune for.")
     budget = options.max_programs
+    half, rows = max_num_batched_tokens // 2, min(max_num_seqs, max_num_batched_tokens // 2)
+    large = (
+        [cost.step_ms(BucketKey("mixed", T, rows), 0) for T in (half, max_num_batched_tokens)] if half else [0.0, 0.0]
+    )
+    token_price_ms = options.padding_price * max(large[1] - large[0], 0.0) / max(max_num_batched_tokens - half, 1)
 
     def choices(kind: StepKind, fewest: int, most: int) -> _Choices:
         """Sizes for the steps of `fewest` to `most` requests, whose buckets have `most` rows."""
@@ -90,7 +95,7 @@ def tune(
 
     def step_ms(kind: StepKind, T: int, rows: int) -> float:
         key = BucketKey(kind, T, T if kind == "decode" else min(T, rows))
-        return cost.step_ms(key, 0) + options.padding_price_ms * T
+        return cost.step_ms(key, 0) + token_price_ms * T
 
     decode, mixed = choices("decode", 1, max_num_seqs), choices("mixed", 1, max_num_seqs)
     total, sizes = _best_split([decode, mixed], budget)

@@ -72,7 +72,7 @@ class Setup:
         self.spec = KVCacheSpec(
             config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, jnp.dtype(config.dtype)
         )
-        self.backend = choose_backend(None, jax.devices()[0], config, self.limits)
+        self.backend: Any = choose_backend(None, jax.devices()[0], config, self.limits)
         self.model = get_model_class(config.architecture)(config)
         if jax.devices()[0].platform == "cpu":
             self.model.unroll_layers = False
@@ -107,7 +107,7 @@ class Setup:
         return buffer
 
     def lower(self, variant: str, params: Any) -> jax.stages.Lowered:
-        settled, greedy, donated = (name in variant for name in ("settled", "greedy", "donated ids"))
+        settled, greedy, donated = (name in variant for name in ("settled", "greedy", "ids"))
         bound: Any = partial(bind, self.model)
         step = make_step(bound, self.bucket, self.layout, self.backend, self.config.num_heads, is_plain=greedy)
 
@@ -133,9 +133,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "settled plan": {},
     "settled plan, greedy": {},
     "settled plan, donated ids": {},
+    "plan and ids in fixed places": {},
     "settled plan, rematerialised": {"xla_disable_hlo_passes": ""},
     "no graph": {"xla_gpu_enable_command_buffer": ""},
 }
+
+
+LOGGED = ["as served", "settled plan", "plan and ids in fixed places"]
+RING = {"settled plan, donated ids": 3, "plan and ids in fixed places": 1}
 
 
 def compile_all(setup: Setup, params: Any, names: list[str]) -> dict[str, jax.stages.Compiled]:
@@ -152,19 +157,31 @@ def compile_all(setup: Setup, params: Any, names: list[str]) -> dict[str, jax.st
 
 
 class Runner:
-    """Dispatches a program again and again, as the engine does: donated pool and rows, ids copied to the host."""
+    """Dispatches a program again and again, as the engine does: donated pool and rows, ids copied to the host.
+
+    ring: buffers of ids, donated in turn; 1: also the plan is written into one buffer by a program of its own before
+    the step, and the ids are copied by another behind it, so that no address in the step's graph ever changes.
+    """
 
     def __init__(self, program: Callable[..., Any], setup: Setup, params: Any, kv_cache: jax.Array, ring: int) -> None:
         self.program, self.params, self.kv_cache, self.state = program, params, kv_cache, setup.state()
         self.buffer = setup.buffer()
         self.ring = [jnp.full((setup.bucket.R,), 0, jnp.int32) for _ in range(ring)]
+        self.plan = jnp.zeros_like(self.buffer) if ring == 1 else None
+        self.write = jax.jit(lambda old, new: new, donate_argnums=0, keep_unused=True)
+        self.copy = jax.jit(jnp.copy)
 
     def __call__(self) -> jax.Array:
         old = [self.ring.pop(0)] if self.ring else []
-        out = self.program(self.params, self.kv_cache, self.state, self.buffer.copy(), *old)
+        plan: Any = self.buffer.copy()
+        if self.plan is not None:
+            plan = self.plan = self.write(self.plan, plan)
+        out = self.program(self.params, self.kv_cache, self.state, plan, *old)
         ids, self.kv_cache, self.state = out
         if old:
             self.ring.append(ids)
+        if self.plan is not None:
+            ids = self.copy(ids)
         ids.copy_to_host_async()
         return ids
 
@@ -237,7 +254,7 @@ def run_variants(args: argparse.Namespace, names: list[str], rows: int, context:
     kv_cache = setup.spec.allocate(num_blocks)
     results: dict[str, Any] = {}
     for name in names:
-        run = Runner(programs[name], setup, params, kv_cache, 3 if "donated ids" in name else 0)
+        run = Runner(programs[name], setup, params, kv_cache, RING.get(name, 0))
         results[name] = measure(run)
         kv_cache = run.kv_cache
         print(
@@ -266,14 +283,14 @@ def child(args: argparse.Namespace, names: list[str], sizes: list[tuple[int, int
 
 
 def graph_updates(args: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """The first two variants in a child whose XLA logs every update of a graph."""
+    """Some variants in a child whose XLA logs every update of a graph."""
     flags = os.environ.get("XLA_FLAGS", "") + (f" --xla_gpu_command_buffer_update_mode={mode}" if mode else "")
     env = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "command_buffer_thunk=3", "XLA_FLAGS": flags}
-    result, log = child(args, list(VARIANTS)[:2], [(args.rows[0], args.context[0])], env)
+    result, log = child(args, LOGGED, [(args.rows[0], args.context[0])], env)
     micros = [int(m) for m in UPDATED.findall(log)]
     changed = [tuple(map(int, m)) for m in CHANGED.findall(log)]
-    for i, name in enumerate(list(VARIANTS)[:2]):  # the log has them one after the other
-        part = slice(i * len(micros) // 2 + 8, (i + 1) * len(micros) // 2)
+    for i, name in enumerate(LOGGED):  # the log has them one after the other
+        part = slice(i * len(micros) // len(LOGGED) + 8, (i + 1) * len(micros) // len(LOGGED))
         result[f"{name}, updates"] = {
             "num": len(micros[part]),
             "median_us": float(np.median(micros[part])) if micros[part] else None,
@@ -298,14 +315,12 @@ def main() -> None:
     if args.variants:
         results = {}
         for i, (rows, context) in enumerate(sizes):
-            results[f"{rows}x{context}"] = run_variants(
-                args, args.variants if i == 0 else args.variants[:2], rows, context
-            )
+            results[f"{rows}x{context}"] = run_variants(args, args.variants if i == 0 else LOGGED, rows, context)
         print(json.dumps(results | {"device": jax.devices()[0].device_kind}))
         return
     is_gpu = find_device() == "gpu"
     with tempfile.TemporaryDirectory() as args.cache:
-        results, _ = child(args, list(VARIANTS) if is_gpu else list(VARIANTS)[:4], sizes, {})
+        results, _ = child(args, list(VARIANTS) if is_gpu else list(VARIANTS)[:5], sizes, {})
         if is_gpu:
             for mode in ("", "SKIP_TEMP"):
                 results[f"graph updates {mode}".strip()] = graph_updates(args, mode)

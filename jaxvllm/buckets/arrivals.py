@@ -11,6 +11,7 @@ Simulate = Callable[[Sequence[TraceRequest], BucketPolicy], SimulationReport]
 
 TOLERANCE = 0.05
 MAX_TRIES = 12
+STEP = 1.6
 MAX_SPEEDUP = 5000
 
 
@@ -20,7 +21,11 @@ def sped_up(trace: Sequence[TraceRequest], speedup: float) -> list[TraceRequest]
 
 
 def scale_to_running(
-    trace: Sequence[TraceRequest], policy: BucketPolicy, simulate: Simulate, mean_running: float
+    trace: Sequence[TraceRequest],
+    policy: BucketPolicy,
+    simulate: Simulate,
+    mean_running: float,
+    first_try: float = 1.0,
 ) -> tuple[float, SimulationReport]:
     """The speedup at which `mean_running` requests run at once on average, to 5%, and the simulation of it.
 
@@ -33,15 +38,15 @@ def scale_to_running(
     def run(speedup: float) -> SimulationReport:
         return simulate(sped_up(trace, speedup), policy)
 
-    low = high = 1.0
-    if run(1.0).mean_running < mean_running:
+    low = high = first_try
+    if run(first_try).mean_running < mean_running:
         while high <= MAX_SPEEDUP:
-            low, high = high, high * 2
+            low, high = high, high * STEP
             if run(high).mean_running >= mean_running:
                 break
     else:
         while low >= 1 / MAX_SPEEDUP:
-            low, high = low / 2, low
+            low, high = low / STEP, low
             if run(low).mean_running < mean_running:
                 break
     if high > MAX_SPEEDUP or low < 1 / MAX_SPEEDUP:

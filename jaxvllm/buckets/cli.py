@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxvllm.bucket_choice import STRATEGIES, choose_policy
 from jaxvllm.cli_args import add_engine_options, given_engine_args
-from scheduler.buckets import BucketPolicy, explicit, load_policy
+from scheduler.buckets import BucketKey, BucketPolicy, explicit, load_policy
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.cost_model import CostModel, StepSample, fit, load_cost_model, roofline
 from scheduler.simulate import Simulation, SimulationReport
@@ -21,7 +21,9 @@ from scheduler.tuning import TuningOptions, tune
 
 if TYPE_CHECKING:
     from jaxvllm.buckets.compare import Result, StepLog
+    from jaxvllm.compile_cache import ProgramKey
     from jaxvllm.executor import DeviceExecutor
+    from jaxvllm.model_runner import ModelRunner
 
 DEFAULT_POLICIES = ("one_shape", "powers_of_two", "linear", "geometric", "explicit", "tuned")
 # A Llama small enough for a CPU, where no model is named.
@@ -72,9 +74,10 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, required=True, help="Azure CSV or Mooncake JSONL")
     parser.add_argument("--out", type=Path, required=True, help="the policy, for the engine's --bucket-policy")
     parser.add_argument("--cost", type=Path, help="JSON of `measure` or of `compare` (default: a guess for one H200)")
-    load = parser.add_mutually_exclusive_group()
-    load.add_argument("--running", type=float, help="speed arrivals up until so many requests run at once on average")
-    load.add_argument("--speedup", type=float, default=1.0, help="requests arrive so many times faster")
+    parser.add_argument("--running", type=float, help="speed arrivals up until so many requests run at once on average")
+    parser.add_argument(
+        "--speedup", type=float, default=1.0, help="requests arrive so many times faster; with --running: the first try"
+    )
     parser.add_argument("--limit", type=int, default=4000, help="only the first so many requests")
     parser.add_argument("--max-programs", type=int, default=24)
     parser.add_argument("--max-num-seqs", type=int, default=1024)
@@ -82,6 +85,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, default=40_960)
     parser.add_argument("--num-blocks", type=int, default=60_000, help="of the KV pool, 16 tokens each")
     parser.add_argument("--host-ms", type=float, default=0.5, help="time of the host a step")
+    parser.add_argument("--padding-price", type=float, default=1.0, help="see scheduler.tuning.TuningOptions")
     parser.add_argument("--rounds", type=int, default=2, help="tune, simulate the tuned policy, and tune again")
     parser.add_argument("--json", type=Path, help="write the table here")
     parser.set_defaults(run=run_tune)
@@ -89,12 +93,13 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Compare the policies and print the table."""
+    executor, num_blocks = start_executor(args)
     from jaxvllm.buckets.compare import run_policy, synthetic_workload, trace_workload
     from jaxvllm.buckets.report import plot, table, write_json
 
-    executor, num_blocks = start_executor(args)
     runner, config = executor.runner, executor.config
-    vocab_size, max_model_len = executor.vocab_size, config.scheduler.max_model_len
+    assert executor.model_config is not None
+    vocab_size, max_model_len = executor.model_config.vocab_size, config.scheduler.max_model_len
     if args.trace:
         trace = _sped_up(load_trace(args.trace, args.num_requests), args.speedup)
         workload = trace_workload(trace, vocab_size, max_model_len)
@@ -102,8 +107,13 @@ def run_compare(args: argparse.Namespace) -> int:
         lengths = (args.num_requests, args.input_len, args.output_len, args.arrivals_per_step)
         workload = synthetic_workload(*lengths, vocab_size, max_model_len)
     done: list[tuple[Result, StepLog]] = []
+    known = {name: _policy(name, config, args) for name in args.policies if name != "tuned"}
+    executor.prepare(_programs(runner, known.values()))
     for name in args.policies:
-        policy = _tuned(done, config.scheduler, args) if name == "tuned" else _policy(name, config, args)
+        policy = known.get(name)
+        if policy is None:
+            policy = _tuned(done, config.scheduler, args)
+            executor.prepare(policy.keys())
         done.append(run_policy(runner, config, num_blocks, policy, workload))
         print(f"{done[-1][0].policy}: {done[-1][0].total_s:.1f} s", flush=True)
     results = [result for result, _ in done]
@@ -120,15 +130,15 @@ def run_compare(args: argparse.Namespace) -> int:
 
 def run_measure(args: argparse.Namespace) -> int:
     """Time the buckets of the policies and write the samples."""
+    executor, num_blocks = start_executor(args)
     from jaxvllm.buckets.measure import measure_steps
 
-    executor, num_blocks = start_executor(args)
     runner = executor.runner
-    keys = {key: None for name in args.policies for key in _policy(name, executor.config, args).keys()}  # noqa: SIM118
-    list(runner.programs.compile_all([*keys]))
+    keys = _programs(runner, [_policy(name, executor.config, args) for name in args.policies])
+    executor.prepare(keys)
     runner.initialize_kv_cache(num_blocks)
     samples = []
-    for sample in measure_steps(runner, keys):
+    for sample in measure_steps(runner, [key for key in keys if isinstance(key, BucketKey)]):
         samples.append(asdict(sample.key) | {"context_tokens": sample.context_tokens, "ms": sample.ms})
         print(f"{sample.key!s:24} {sample.context_tokens:9,} context tokens {sample.ms:9.3f} ms", flush=True)
     args.out.write_text(json.dumps({"device": runner.device_kind, "samples": samples}, indent=1) + "\n")
@@ -150,16 +160,17 @@ def run_tune(args: argparse.Namespace) -> int:
         pool = CacheConfig(16, args.num_blocks, True)
         return Simulation(requests, policy, cost, limits, pool, host_ms=args.host_ms).run()
 
-    def load(policy: BucketPolicy) -> tuple[float, SimulationReport]:
+    def load(policy: BucketPolicy, first_try: float) -> tuple[float, SimulationReport]:
         if args.running is None:
             return args.speedup, simulate(_sped_up(trace, args.speedup), policy)
-        return scale_to_running(trace, policy, simulate, args.running)
+        return scale_to_running(trace, policy, simulate, args.running, first_try)
 
-    speedup, before = load(base)
+    speedup, before = load(base, args.speedup)
     report, policy = before, base
     for _ in range(args.rounds):
-        policy = tune(report.step_shapes, cost, *_sizes(limits), TuningOptions(max_programs=args.max_programs))
-        speedup, report = load(policy)
+        options = TuningOptions(max_programs=args.max_programs, padding_price=args.padding_price)
+        policy = tune(report.step_shapes, cost, *_sizes(limits), options)
+        speedup, report = load(policy, speedup)
     reports = {"powers_of_two": before, "tuned": report}
     tables = {name: {"requests running": f"{r.mean_running:.1f}"} | r.rows() for name, r in reports.items()}
     _print_columns(tables)
@@ -174,7 +185,6 @@ def run_tune(args: argparse.Namespace) -> int:
 def start_executor(args: argparse.Namespace) -> "tuple[DeviceExecutor, int]":
     """The device side of an engine in this process, its programs not yet compiled, and its number of blocks."""
     from jaxvllm.config import EngineArgs
-    from jaxvllm.executor import DeviceExecutor
     from jaxvllm.model_source import resolve
 
     given = given_engine_args(args)
@@ -186,6 +196,8 @@ def start_executor(args: argparse.Namespace) -> "tuple[DeviceExecutor, int]":
     source = resolve(engine_args.model, revision=engine_args.revision, download_dir=engine_args.download_dir)
     config = engine_args.create_engine_config(source.config.max_position_embeddings)
     config.apply_core_environment()
+    from jaxvllm.executor import DeviceExecutor  # not before: JAX reads the environment when it is imported
+
     executor = DeviceExecutor(config)
     return executor, executor.initialize()
 
@@ -201,6 +213,12 @@ def guessed_cost(policy: BucketPolicy) -> CostModel:
         flops_per_s=3.6e14,
         overhead_ms=1.0,
     )
+
+
+def _programs(runner: "ModelRunner", policies: Iterable[BucketPolicy]) -> "list[ProgramKey]":
+    """All buckets of the policies, and the program that admits many requests at once if there is one."""
+    keys: dict[ProgramKey, None] = {key: None for policy in policies for key in policy.keys()}  # noqa: SIM118
+    return [*keys, *(key for key in runner.program_keys() if key == "admit")]
 
 
 def _tuned(done: "list[tuple[Result, StepLog]]", limits: SchedulerConfig, args: argparse.Namespace) -> BucketPolicy:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxvllm.buckets.measure import measure_steps
-from jaxvllm.compile_cache import ProgramKey
 from jaxvllm.config import EngineConfig
 from jaxvllm.core import EngineCore
 from jaxvllm.core_messages import EngineCoreRequest
@@ -109,10 +108,8 @@ def trace_workload(trace: Sequence[TraceRequest], vocab_size: int, max_model_len
 def run_policy(
     runner: ModelRunner, config: EngineConfig, num_blocks: int, policy: BucketPolicy, workload: Workload
 ) -> tuple[Result, StepLog]:
-    """Compile what is missing, warm up, run the workload, and measure."""
+    """Warm up, run the workload, and measure; the policy's programs are compiled."""
     keys = policy.keys()
-    wanted: list[ProgramKey] = [*keys, *(key for key in runner.program_keys() if key == "admit")]
-    list(runner.programs.compile_all(wanted))
     runner.initialize_kv_cache(num_blocks)
     list(measure_steps(runner, keys, repeats=1))  # first runs allocate and make graphs
     runner.initialize_kv_cache(num_blocks)

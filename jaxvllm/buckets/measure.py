@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from statistics import median
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxvllm.model_runner import ModelRunner
@@ -32,8 +32,7 @@ def measure_steps(runner: ModelRunner, keys: Iterable[BucketKey], repeats: int =
     tables = (np.arange(limits.max_num_seqs * limits.max_blocks) % (num_blocks - 1) + 1).astype(np.int32)
     tables = tables.reshape(limits.max_num_seqs, limits.max_blocks)
     place = runner.device_state.block_tables.sharding
-    state = jax.tree.map(jnp.copy, runner.device_state)
-    runner.device_state = type(state)(**vars(state) | {"block_tables": jax.device_put(tables, place)})
+    runner.device_state = replace(runner.device_state, block_tables=jax.device_put(tables, place))
     for key in keys:
         for context in CONTEXTS:
             plan = full_step(key, limits, tables, min(context, limits.max_model_len - 1))

@@ -1,0 +1,134 @@
+"""`jaxvllm buckets`: policies compared on a tiny model, steps measured, sizes tuned and taken by the engine."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxvllm.bucket_choice import choose_policy
+from jaxvllm.buckets.arrivals import scale_to_running, sped_up
+from jaxvllm.buckets.measure import full_step
+from jaxvllm.cli import main
+from scheduler.batch import BatchLimits
+from scheduler.buckets import BucketKey, load_policy, powers_of_two
+from scheduler.config import CacheConfig, SchedulerConfig
+from scheduler.cost_model import load_cost_model, roofline
+from scheduler.plan import PlanLayout
+from scheduler.simulate import Simulation
+from scheduler.trace import synthetic_trace
+from tests.engine.dense import T_TINY, random_tensors, write_folder
+
+LIMITS = ["--max-num-seqs", "2", "--max-num-batched-tokens", "8", "--max-model-len", "32"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> list[str]:
+    folder = write_folder(tmp_path_factory.mktemp("buckets") / "t-tiny", T_TINY, random_tensors(T_TINY))
+    return ["--model", str(folder), "--device", "cpu", "--kv-cache-memory-bytes", "1000000", *LIMITS]
+
+
+def write_trace(path: Path, count: int = 60) -> Path:
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    lines += [f"2023-11-16 18:{i // 60:02}:{i % 60:02}.0,{300 + 37 * (i % 11)},{20 + i % 7}" for i in range(count)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_policies_run_the_same_steps_and_are_compared_as_table_json_and_png(model, tmp_path, capsys):
+    workload = ["--num-requests", "5", "--input-len", "6", "--output-len", "5", "--arrivals-per-step", "0.5"]
+    sizes = ["--decode-sizes", "2", "--mixed-sizes", "8", "--policies", "one_shape", "explicit"]
+    outputs = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]
+    assert main(["buckets", "compare", *model, *workload, *sizes, *outputs]) == 0
+    assert "token waste" in capsys.readouterr().out
+    one, two = json.loads((tmp_path / "b.json").read_text())["results"]
+    assert (one["policy"], one["num_programs"], two["policy"], two["num_programs"]) == ("one_shape", 1, "explicit", 2)
+    assert one["num_steps"] == two["num_steps"] == sum(one["steps"].values()) == sum(two["steps"].values())
+    assert one["token_waste"] > two["token_waste"] > 0 and min(one["tokens_per_s"], two["compile_s"]) > 0
+    assert one["workspace_bytes"] > 0 and one["p99_inter_token_ms"] > 0
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    assert load_cost_model(tmp_path / "b.json").step_ms(BucketKey("mixed", 8, 2), 0) > 0
+
+    assert main(["buckets", "measure", *model, "--policies", "one_shape", "--out", str(tmp_path / "cost.json")]) == 0
+    samples = json.loads((tmp_path / "cost.json").read_text())["samples"]
+    assert {(s["kind"], s["T"], s["R"]) for s in samples} == {("mixed", 8, 2)} and all(s["ms"] > 0 for s in samples)
+    assert load_cost_model(tmp_path / "cost.json").step_ms(BucketKey("mixed", 8, 2), 0) > 0
+
+
+def test_an_unknown_policy_is_refused_with_the_list(model, capsys):
+    assert main(["buckets", "compare", *model, "--policies", "fibonacci"]) == 1
+    assert "'fibonacci' must be one of geometric, powers_of_two" in capsys.readouterr().err
+
+
+def test_the_script_takes_the_benchmarks_models_by_name():
+    path = Path(__file__).parents[2] / "scripts"
+    spec = importlib.util.spec_from_file_location("compare_buckets", path / "compare_buckets.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(path))
+        spec.loader.exec_module(module)
+    words = module.arguments(["--model", "qwen3-0.6b", "--num-requests", "7"])
+    assert words[:3] == ["buckets", "compare", "--model"] and words[4:] == [
+        "--load-format",
+        "dummy",
+        "--num-requests",
+        "7",
+    ]
+    assert json.loads((Path(words[3]) / "config.json").read_text())["num_hidden_layers"] == 28
+    assert module.arguments(["--model", "/elsewhere"]) == ["buckets", "compare", "--model", "/elsewhere"]
+
+
+def test_tuning_to_a_trace_writes_a_policy_that_the_engine_takes(tmp_path, capsys):
+    trace, tuned = write_trace(tmp_path / "trace.csv"), tmp_path / "tuned.json"
+    limits = ["--max-num-seqs", "64", "--max-num-batched-tokens", "2048", "--max-model-len", "4096"]
+    words = ["--trace", str(trace), "--out", str(tuned), "--running", "8", "--num-blocks", "2000", *limits]
+    assert main(["buckets", "tune", *words, "--max-programs", "12", "--json", str(tmp_path / "t.json")]) == 0
+    assert "requests running" in capsys.readouterr().out
+    policy = load_policy(tuned)
+    assert policy.name == "tuned" and len(policy.keys()) <= 12
+    assert choose_policy(str(tuned), "gpu", SchedulerConfig(64, 2048, 4096)) == policy
+    smaller = choose_policy(str(tuned), "gpu", SchedulerConfig(32, 1024, 4096))
+    assert smaller.max_num_seqs == 32 and smaller.select("mixed", 1024, 32).R == 32
+    with pytest.raises(ValueError, match="covers max_num_seqs=64"):
+        choose_policy(str(tuned), "gpu", SchedulerConfig(128, 2048, 4096))
+    with pytest.raises(ValueError, match="must be one of geometric, powers_of_two, linear, one_shape, or a JSON file"):
+        choose_policy(str(tmp_path / "missing.json"), "gpu", SchedulerConfig(32, 1024, 4096))
+    padding = json.loads((tmp_path / "t.json").read_text())["policies"]
+    waste = {name: float(table["padding of tokens / rows"].split("%")[0]) for name, table in padding.items()}
+    assert waste["tuned"] < waste["powers_of_two"]
+
+
+def test_arrivals_are_sped_up_until_the_wanted_number_runs():
+    policy = powers_of_two(64, 2048)
+    sizes = {"weight_bytes": 1e9, "kv_bytes_per_token": 1e5, "bytes_per_s": 1e12, "flops_per_s": 1e14}
+    cost = roofline(policy.keys(), **sizes)
+
+    def simulate(requests, policy):
+        return Simulation(requests, policy, cost, SchedulerConfig(64, 2048, 4096), CacheConfig(16, 4000, True)).run()
+
+    trace = synthetic_trace(150, 1.0, 200, 40)
+    for wanted in (0.02, 6.0):
+        speedup, report = scale_to_running(trace, policy, simulate, wanted)
+        assert report.mean_running == pytest.approx(wanted, rel=0.06)
+        assert simulate(sped_up(trace, speedup), policy).mean_running == pytest.approx(report.mean_running)
+
+
+@pytest.mark.parametrize("key", [BucketKey("decode", 8, 8), BucketKey("mixed", 40, 8), BucketKey("mixed", 40, 1)])
+def test_a_measured_step_fills_its_bucket_with_rows_in_order(key: BucketKey):
+    limits = BatchLimits(max_num_seqs=8, max_model_len=64, block_size=4)
+    tables = np.arange(1, 1 + 8 * limits.max_blocks, dtype=np.int32).reshape(8, -1)
+    plan = full_step(key, limits, tables, context=21)
+    fields = PlanLayout.make(key, limits).unpack(plan.buffer)
+    assert plan.num_tokens == key.T and plan.num_reqs == (8 if key.R == 8 else 1)
+    n = plan.num_reqs
+    lengths = np.diff(fields["query_start_loc"][: n + 1])
+    assert lengths.sum() == key.T and (np.diff(lengths != 1) >= 0).all()
+    for row in range(n):
+        tokens = slice(*fields["query_start_loc"][row : row + 2])
+        positions = fields["positions"][tokens]
+        assert positions[-1] == fields["seq_lens"][row] - 1 and (np.diff(positions) == 1).all()
+        expected = tables[row, positions // 4] * 4 + positions % 4
+        assert (fields["slot_mapping"][tokens] == expected).all()
+        assert fields["logits_indices"][row] == tokens.stop - 1
