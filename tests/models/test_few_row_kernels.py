@@ -23,7 +23,7 @@ def lowered_kernels(architecture: str, num_rows: int) -> int:
     model = get_model_class(architecture)(config, unroll_layers=True)
 
     def forward(params, ids, kv_cache, metadata):
-        metadata = metadata.with_work(config.num_heads, config.num_kv_heads, 16)
+        metadata = metadata.with_work(config.num_heads, kv_cache)
         return bind(model, params)(ids, ids, kv_cache, metadata)
 
     params = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in param_specs(model).items()}
@@ -70,7 +70,7 @@ def test_a_step_through_the_kernels_is_the_step_of_the_reference():
         metadata = AttentionMetadata(slots, tables, lens, starts, count, count, count, "decode", backend)
 
         def forward(params, ids, kv_cache, metadata):
-            metadata = metadata.with_work(config.num_heads, config.num_kv_heads, 16)
+            metadata = metadata.with_work(config.num_heads, kv_cache)
             return bind(model, params)(ids, lens, kv_cache, metadata)[0]
 
         ids = np.arange(ROWS, dtype=np.int32) + 3
