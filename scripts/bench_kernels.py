@@ -285,7 +285,7 @@ def plan_rows(section: str) -> Plan:
 
 
 def plan_checks(section: str) -> list[tuple[CheckShape, int]]:
-    """Shapes to check and the number of batches: 100 of the usual ones, and 100 over all that models may want."""
+    """Shapes to check and the number of batches: 100 of the usual ones, and 110 over all that models may want."""
     heads = {shape.name: shape for shape in HEAD_SHAPES}
     qwen3, llama, smollm2, qwen2 = (heads[n] for n in ("qwen3-0.6b", "llama-3.1-8b", "smollm2-135m", "qwen2-7b"))
     if section == "check":
@@ -314,7 +314,7 @@ def plan_checks(section: str) -> list[tuple[CheckShape, int]]:
     ]
     checks: list[tuple[CheckShape, int]] = []
     for h, options in shapes_of_options:
-        checks.append((CheckShape(h, "mixed", 512, 16, num_blocks=1500, **options), 8))
+        checks.append((CheckShape(h, "mixed", 512, 16, num_blocks=1500, **options), 10))
     return checks
 
 
