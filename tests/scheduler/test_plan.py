@@ -175,7 +175,7 @@ def test_a_resumed_request_keeps_its_seed_and_its_prompt_length():
     limits = BatchLimits(2, 32, 4)
     planner = Planner(limits, powers_of_two(2, 32))
     planner.build(step([new_request("a", [5, 6, 7], [1])], scheduled={"a": 3}))
-    record = planner.batch.records["a"].copy()
+    record = planner.batch.records["a"].record.copy()
     planner.build(step(preempted=["a"]))
     plan = planner.build(step(cached=[("a", [2, 3], 0)], scheduled={"a": 5}, resumed={"a": [5, 6, 7, 40, 41]}))
     fields = PlanLayout.make(plan.key, limits).unpack(plan.buffer)
