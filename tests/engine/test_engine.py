@@ -150,17 +150,13 @@ def test_bad_prompt_is_refused_and_costs_no_other_request(engine, prompt, messag
         ({"stop_token_ids": [264]}, ValueError, r"stop_token_ids\[0\]=264 is outside"),
         ({"stop_token_ids": [-5]}, ValueError, r"stop_token_ids\[0\]=-5 is outside"),
         ({"min_tokens": 1024, "max_tokens": None}, ValueError, "can never be reached"),
-        ({"presence_penalty": 0.5}, NotImplementedError, "presence_penalty"),
-        ({"frequency_penalty": 0.5}, NotImplementedError, "frequency_penalty"),
-        ({"repetition_penalty": 1.1}, NotImplementedError, "repetition_penalty"),
-        ({"logprobs": 1}, NotImplementedError, "logprobs"),
-        ({"prompt_logprobs": 0}, NotImplementedError, "prompt_logprobs"),
-        ({"logit_bias": {264: 5.0}}, NotImplementedError, "logit_bias"),
-        ({"allowed_token_ids": [5]}, NotImplementedError, "allowed_token_ids"),
-        ({"bad_words": ["x"]}, NotImplementedError, "bad_words"),
+        ({"logprobs": 21}, ValueError, "logprobs=21 must be at most max_logprobs=20"),
+        ({"logit_bias": {264: 5.0}}, ValueError, "logit_bias has the key 264"),
+        ({"allowed_token_ids": [264]}, ValueError, "allowed_token_ids"),
         ({"structured_outputs": {"regex": "("}}, ValueError, r"structured_outputs: regex=\("),
-        ({"thinking_token_budget": 5}, NotImplementedError, "thinking_token_budget"),
-        ({"extra_args": {"a": 1}}, NotImplementedError, "extra_args"),
+        ({"thinking_token_budget": 5}, ValueError, "thinking_token_budget=5 needs"),
+        ({"extra_args": {"a": 1}}, ValueError, "extra_args has the key 'a'"),
+        ({"routed_experts_prompt_start": 1}, NotImplementedError, "routed_experts_prompt_start=1 is not supported"),
     ],
 )
 def test_bad_or_unapplied_parameter_is_refused_by_name(engine, params, error, message):
@@ -267,9 +263,8 @@ def test_default_params_come_from_the_generation_config(tmp_path):
     assert make_engine(folder, generation_config="vllm").get_default_sampling_params() == SamplingParams()
     override = make_engine(folder, override_generation_config={"top_k": 9}).get_default_sampling_params()
     assert (override.top_k, override.max_tokens) == (9, 3)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.1}))
-    with pytest.raises(NotImplementedError, match=r"repetition_penalty.*generation_config='vllm'"):
-        make_engine(folder).generate("A", use_tqdm=False)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.1, "min_p": 0.25}))
+    assert make_engine(folder).get_default_sampling_params() == SamplingParams(repetition_penalty=1.1, min_p=0.25)
 
 
 def test_engine_without_a_tokenizer_takes_and_gives_ids(model_folder):

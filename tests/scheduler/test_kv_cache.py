@@ -63,7 +63,7 @@ def test_prompt_logprobs_and_skip_reading_do_not_read_the_cache():
     for params, num_hits in (
         ({}, 2),
         ({"prompt_logprobs": 1}, 0),
-        ({"prompt_logprobs": 1, "skip_reading_prefix_cache": False}, 2),
+        ({"skip_reading_prefix_cache": False}, 2),
         ({"skip_reading_prefix_cache": True}, 0),
     ):
         assert len(kv.get_computed_blocks(make_request("b", ids(12), **params))) == num_hits
