@@ -109,7 +109,8 @@ class Setup:
     def lower(self, variant: str, params: Any) -> jax.stages.Lowered:
         settled, greedy, donated = (name in variant for name in ("settled", "greedy", "ids"))
         bound: Any = partial(bind, self.model)
-        step = make_step(bound, self.bucket, self.layout, self.backend, self.config.num_heads, is_plain=greedy)
+        backend: Any = self.backend
+        step = make_step(bound, self.bucket, self.layout, backend, self.config.num_heads, is_plain=greedy)
 
         def run(params: Any, kv_cache: jax.Array, state: DeviceState, buffer: jax.Array, *old_ids: jax.Array) -> Any:
             if settled:  # a copy that XLA cannot see through: one kernel reads the argument, the rest read the copy
