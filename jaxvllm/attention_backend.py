@@ -4,6 +4,7 @@ import logging
 
 import jax
 
+from jaxvllm.kv_cache import cache_dtype_of
 from jaxvllm.model_config import ModelConfig
 from pallas_kernels import Backend, unsupported_reason
 from scheduler.batch import BatchLimits
@@ -13,11 +14,18 @@ logger = logging.getLogger(__name__)
 HOPPER = "9.0"
 
 
-def choose_backend(requested: str | None, device: jax.Device, config: ModelConfig, limits: BatchLimits) -> Backend:  # pyright: ignore[reportInvalidTypeForm]
+def choose_backend(
+    requested: str | None,
+    device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+    config: ModelConfig,
+    limits: BatchLimits,
+    cache_dtype: str = "auto",
+) -> Backend:
     """The backend for a model on a device: the Mosaic GPU kernels where they can serve it, else the XLA reference.
 
     Args:
       requested: "mosaic_gpu" or "reference", or None to choose.
+      cache_dtype: of the KV cache; "auto" is the model's.
 
     Raises:
       ValueError: no such backend.
@@ -28,7 +36,7 @@ def choose_backend(requested: str | None, device: jax.Device, config: ModelConfi
     if requested == "reference":
         reason = "requested"
     else:
-        reason = _no_kernels(device, config, limits)
+        reason = _no_kernels(device, config, limits, cache_dtype)
         if reason is None:
             logger.info("Attention backend: mosaic_gpu (Pallas kernels, %s)", device.device_kind)
             return "mosaic_gpu"
@@ -38,7 +46,12 @@ def choose_backend(requested: str | None, device: jax.Device, config: ModelConfi
     return "reference"
 
 
-def _no_kernels(device: jax.Device, config: ModelConfig, limits: BatchLimits) -> str | None:  # pyright: ignore[reportInvalidTypeForm]
+def _no_kernels(
+    device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+    config: ModelConfig,
+    limits: BatchLimits,
+    cache_dtype: str,
+) -> str | None:
     """Why the Mosaic kernels cannot be used, None if they can."""
     if device.platform != "gpu":
         return f"the kernels need an NVIDIA GPU, this is a {device.platform.upper()}"
@@ -51,7 +64,5 @@ def _no_kernels(device: jax.Device, config: ModelConfig, limits: BatchLimits) ->
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         block_size=limits.block_size,
-        max_model_len=limits.max_model_len,
-        sliding_window=config.sliding_window,
-        soft_cap=config.attention_soft_cap,
+        cache_dtype=cache_dtype_of(config.dtype, cache_dtype),
     )

@@ -27,12 +27,15 @@ class AttentionMetadata:
     backend: Backend = field(metadata={"static": True})
     work: AttentionWork | None = None  # from make_attention_work, once a step; None for the reference
 
-    def with_work(self, num_heads: int, num_kv_heads: int, block_size: int) -> "AttentionMetadata":
+    def with_work(
+        self, num_heads: int, kv_cache: jax.Array, windows: tuple[int | None, ...] = (None,)
+    ) -> "AttentionMetadata":
         """The same with the kernels' work lists, cut on the device: the plan knows lengths but no heads.
 
         Args:
-          num_heads, num_kv_heads: of the model, or of its part on one device.
-          block_size: slots of a KV cache block.
+          num_heads: of the model, or of its part on one device.
+          kv_cache: read for its shape and dtype.
+          windows: the distinct sliding windows of the layers, None for those that see all.
         """
         work = make_attention_work(
             self.seq_lens,
@@ -41,8 +44,11 @@ class AttentionMetadata:
             self.num_reqs,
             num_tokens=len(self.slot_mapping),
             num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            block_size=block_size,
+            num_kv_heads=kv_cache.shape[3],
+            head_dim=kv_cache.shape[5],
+            block_size=kv_cache.shape[4],
+            cache_dtype=kv_cache.dtype,
+            windows=windows,
             kind=self.kind,
             backend=self.backend,
         )

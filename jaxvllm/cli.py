@@ -11,13 +11,8 @@ from jaxvllm.buckets import cli as buckets_cli
 from jaxvllm.errors import EngineDeadError
 from jaxvllm.server import cli as server_cli
 
-COMMANDS = (
-    generate_cli,
-    chat_cli,
-    server_cli,
-    bench_cli,
-    buckets_cli,
-)  # each has add_parser(commands), which sets `run`
+# Each has add_parser(commands), which sets `run`.
+COMMANDS = (generate_cli, chat_cli, server_cli, bench_cli, buckets_cli)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

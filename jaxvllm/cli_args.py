@@ -35,6 +35,7 @@ ENGINE_HELP = {
     "block_size": "tokens in a block of the KV cache: 16, 32, 64 or 128",
     "enable_prefix_caching": "keep the KV blocks of prompts for later requests (the default)",
     "kv_cache_memory_bytes": "size of the KV cache (default: 1 GiB on a CPU, what is free on a GPU)",
+    "kv_cache_dtype": "auto (the model's) or fp8: half the memory and traffic of the KV cache, at some accuracy",
     "num_gpu_blocks_override": "size of the KV cache in blocks",
     "long_prefill_token_threshold": "most tokens of one prompt in a step; 0: no limit",
     "enable_chunked_prefill": "spread a long prompt over steps (the default)",

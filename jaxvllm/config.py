@@ -30,6 +30,7 @@ _DTYPES = {
     "float16": "float16",
     "half": "float16",
 }
+_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,9 @@ class ModelLoadConfig:
 class MemoryConfig:
     """How large the KV pool is. num_blocks counts the null block; None: sized by the executor.
 
-    kv_cache_bytes is the pool's size where it is fixed (a CPU, or kv_cache_memory_bytes); otherwise the pool takes
-    what gpu_memory_utilization of the GPU's memory leaves after weights and workspace.
+    kv_cache_dtype is "auto", the model's dtype, or the name of another. kv_cache_bytes is the pool's size where it is
+    fixed (a CPU, or kv_cache_memory_bytes); otherwise the pool takes what gpu_memory_utilization of the GPU's memory
+    leaves after weights and workspace.
     """
 
     block_size: int = 16
@@ -64,6 +66,7 @@ class MemoryConfig:
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.92
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,7 @@ class EngineArgs:
     enable_prefix_caching: bool | None = None
     gpu_memory_utilization: float = 0.92
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
     num_gpu_blocks_override: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
@@ -218,6 +222,7 @@ class EngineArgs:
             "tokenizer_mode": ("auto", "hf"),
             "load_format": get_args(LoadFormat),
             "dtype": tuple(_DTYPES),
+            "kv_cache_dtype": tuple(_CACHE_DTYPES),
             "scheduling_policy": ("fcfs", "priority"),
             "device": ("auto", "cpu", "gpu"),
             "block_size": (None, *BLOCK_SIZES),
@@ -349,6 +354,7 @@ class EngineArgs:
             num_blocks=self.num_gpu_blocks_override,
             kv_cache_bytes=CPU_KV_CACHE_BYTES if fixed is None and device == "cpu" else fixed,
             gpu_memory_utilization=self.gpu_memory_utilization,
+            kv_cache_dtype=_CACHE_DTYPES[self.kv_cache_dtype],
         )
 
 

@@ -1,5 +1,6 @@
 """The paged KV pool on the device: its layout, what a block costs, and how many blocks fit."""
 
+import logging
 from dataclasses import dataclass
 
 import jax
@@ -8,9 +9,17 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxvllm.model_config import ModelConfig
+from pallas_kernels import Backend, cache_head_dim
 from scheduler.batch import BatchLimits
 
+logger = logging.getLogger(__name__)
+
 GIB = 1024**3
+
+
+def cache_dtype_of(model_dtype: str, cache_dtype: str) -> np.dtype:
+    """What keys and values are kept in: the model's dtype if `cache_dtype` is "auto"."""
+    return jnp.dtype(model_dtype if cache_dtype == "auto" else cache_dtype)
 
 
 @dataclass(frozen=True)
@@ -27,9 +36,22 @@ class KVCacheSpec:
     dtype: np.dtype
 
     @classmethod
-    def of_model(cls, config: ModelConfig, block_size: int) -> "KVCacheSpec":
-        """The pool of a model, in the model's dtype."""
-        return cls(config.num_layers, config.num_kv_heads, config.head_dim, block_size, jnp.dtype(config.dtype))
+    def of_model(
+        cls, config: ModelConfig, block_size: int, *, cache_dtype: str = "auto", backend: Backend = "reference"
+    ) -> "KVCacheSpec":
+        """The pool of a model.
+
+        Args:
+          cache_dtype: "auto" is the model's dtype.
+          backend: kernels want some head sizes padded.
+        """
+        head_dim = config.head_dim if backend == "reference" else cache_head_dim(config.head_dim)
+        if head_dim != config.head_dim:
+            logger.info("The KV cache pads heads of %d to %d for %s", config.head_dim, head_dim, backend)
+        dtype = cache_dtype_of(config.dtype, cache_dtype)
+        if dtype.itemsize == 1:
+            logger.warning("The KV cache is %s with scales of 1: accuracy may suffer.", dtype.name)
+        return cls(config.num_layers, config.num_kv_heads, head_dim, block_size, dtype)
 
     @property
     def block_bytes(self) -> int:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from jaxvllm.config import EngineConfig
 from jaxvllm.model_info import ModelInfo
 from jaxvllm.tokenizer import Tokenizer
-from scheduler.sampling_params import MAX_LISTED_IDS, DerivedParams, SamplingParams
-from scheduler.token_lists import MAX_THINK_IDS
+from scheduler.sampling_params import MAX_LISTED_IDS, MAX_THINK_IDS, DerivedParams, SamplingParams
 
 if TYPE_CHECKING:
     from jaxvllm.sampling import LogitsProcessor

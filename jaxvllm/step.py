@@ -23,6 +23,11 @@ Params = Mapping[str, Weight]
 class Model(Protocol):
     """What a step needs of a model."""
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct sliding windows of its layers, None for those that see all."""
+        ...
+
     def __call__(
         self, input_ids: jax.Array, positions: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata
     ) -> tuple[jax.Array, jax.Array]:
@@ -121,9 +126,8 @@ def _forward(
     num_heads: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states [T, D] and the cache."""
-    num_kv_heads, block_size = kv_cache.shape[3:5]
     metadata = _attention_metadata(plan, device_state, key, backend)
-    metadata = metadata.with_work(num_heads, num_kv_heads, block_size)
+    metadata = metadata.with_work(num_heads, kv_cache, model.windows)
     return model(_input_ids(plan, device_state, key), plan["positions"], kv_cache, metadata)
 
 

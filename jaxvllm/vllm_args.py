@@ -92,7 +92,6 @@ _MODEL = {
     "renderer_num_workers": 1,
 }
 _CACHE = {
-    "kv_cache_dtype": "auto",
     "kv_cache_dtype_skip_layers": None,
     "calculate_kv_scales": False,
     "prefix_caching_hash_algo": "sha256",

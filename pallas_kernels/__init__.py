@@ -1,18 +1,33 @@
-"""Attention and KV-cache kernels: arrays in, arrays out."""
+"""Kernels of attention, KV cache and few-row products: arrays in, arrays out."""
 
-from pallas_kernels.mosaic import make_attention_work, unsupported_reason
-from pallas_kernels.ops import paged_attention, rope_and_write_kv
+from pallas_kernels.mosaic import (
+    cache_head_dim,
+    make_arrivals,
+    make_attention_work,
+    prefers_matmul_kernel,
+    unsupported_reason,
+)
+from pallas_kernels.ops import matmul_stages, paged_attention, rope_and_write_kv
+from pallas_kernels.reference_matmul import Activation, MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm, rms_norm
+from pallas_kernels.skinny_matmul import FEW_ROWS
 from pallas_kernels.validation import Backend, Kind
 from pallas_kernels.work_lists import AttentionWork
 
 __all__ = [
+    "FEW_ROWS",
+    "Activation",
     "AttentionWork",
     "Backend",
     "HeadNorm",
     "Kind",
+    "MatmulStage",
+    "cache_head_dim",
+    "make_arrivals",
     "make_attention_work",
+    "matmul_stages",
     "paged_attention",
+    "prefers_matmul_kernel",
     "rms_norm",
     "rope_and_write_kv",
     "unsupported_reason",

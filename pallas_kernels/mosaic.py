@@ -5,18 +5,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import rope_write
+from pallas_kernels import rope_write, skinny_matmul
 from pallas_kernels.common import plgpu
 from pallas_kernels.decode import paged_decode
 from pallas_kernels.prefill import paged_prefill
+from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm, norm_and_rotate
-from pallas_kernels.tuning import AttentionConfig, attention_config
+from pallas_kernels.tuning import MAX_PREFERRED_WEIGHTS, AttentionConfig, attention_config, matmul_config
 from pallas_kernels.validation import Backend, Kind
 from pallas_kernels.work_lists import AttentionWork, cut_attention_work
 
-HEAD_DIMS = (64, 128)
-MAX_GROUP_SIZE = 8
+DTYPES = ("bfloat16", "float16")
+CACHE_DTYPES = (*DTYPES, "float8_e4m3fn")
+# Of the cache. Heads of other sizes are kept padded to the next of these: see cache_head_dim.
+HEAD_DIMS = (64, 128, 256)
+MAX_GROUP_SIZE = 16
 BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def cache_head_dim(head_dim: int) -> int:
+    """The head_dim of a cache for these kernels: 80 and 96 are padded to 128, which costs their share of the memory.
+
+    Returns head_dim itself where nothing fits; unsupported_reason says so.
+    """
+    return next((size for size in HEAD_DIMS if size >= head_dim), head_dim)
 
 
 def unsupported_reason(
@@ -26,33 +38,30 @@ def unsupported_reason(
     num_heads: int,
     num_kv_heads: int,
     block_size: int,
-    max_model_len: int,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
+    cache_dtype: Any = None,
 ) -> str | None:
     """Why these kernels cannot serve a model, in words for the log, or None if they can.
 
     It does not ask about the device: the kernels need compute capability 9.0 exactly.
 
     Args:
-      dtype: of q and of the cache.
+      dtype: of q.
       head_dim, num_heads, num_kv_heads, block_size: sizes on one device.
-      max_model_len: a window at least this long hides nothing.
-      sliding_window, soft_cap: as in ops.paged_attention.
+      cache_dtype: None for q's.
     """
     group_size = num_heads // num_kv_heads
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"dtype {jnp.dtype(dtype).name}, only bfloat16 has kernels"
-    if head_dim not in HEAD_DIMS:
-        return f"{head_dim=}, only {HEAD_DIMS} have kernels"
+    if jnp.dtype(dtype).name not in DTYPES:
+        return f"dtype {jnp.dtype(dtype).name}, only {DTYPES} have kernels"
+    if cache_dtype is not None and jnp.dtype(cache_dtype) not in (jnp.dtype(dtype), jnp.dtype(jnp.float8_e4m3fn)):
+        return f"a {jnp.dtype(cache_dtype).name} cache for {jnp.dtype(dtype).name}, only float8_e4m3fn has kernels"
+    if head_dim > HEAD_DIMS[-1] or head_dim % 16:
+        return f"{head_dim=}, only multiples of 16 up to {HEAD_DIMS[-1]} have kernels"
     if group_size > MAX_GROUP_SIZE:
         return f"{group_size} query heads a kv head, at most {MAX_GROUP_SIZE} have kernels"
     if block_size not in BLOCK_SIZES:
         return f"{block_size=}, only {BLOCK_SIZES} have kernels"
-    if sliding_window is not None and sliding_window < max_model_len:
-        return f"{sliding_window=} is shorter than {max_model_len=}, which has no kernel"
-    if soft_cap is not None:
-        return f"{soft_cap=} has no kernel"
+    if block_size == BLOCK_SIZES[-1] and head_dim > 128:
+        return f"{block_size=} with heads of {head_dim}, which leaves no room in shared memory: use a smaller one"
     return None
 
 
@@ -65,7 +74,10 @@ def make_attention_work(
     num_tokens: int,
     num_heads: int,
     num_kv_heads: int,
+    head_dim: int,
     block_size: int,
+    cache_dtype: Any = jnp.bfloat16,
+    windows: tuple[int | None, ...] = (None,),
     kind: Kind,
     backend: Backend,
 ) -> AttentionWork | None:
@@ -77,14 +89,21 @@ def make_attention_work(
       num_decodes, num_reqs: i32[] as in ops.paged_attention.
       num_tokens: static; T, the padded tokens.
       num_heads, num_kv_heads: static; of the part of the model on one device.
-      block_size, kind, backend: static; as in ops.paged_attention.
+      head_dim, block_size, cache_dtype: static; of the cache.
+      windows: static; the distinct sliding windows of the layers, None for those that see all keys.
+      kind, backend: static; as in ops.paged_attention.
 
     Returns:
       What ops.paged_attention takes as `work` in all layers; None for the reference, which needs nothing.
     """
     if backend == "reference":
         return None
-    config = attention_config(interpret=backend == "mosaic_gpu_interpret", block_size=block_size)
+    config = attention_config(
+        interpret=backend == "mosaic_gpu_interpret",
+        block_size=block_size,
+        head_dim=head_dim,
+        cache_bytes=jnp.dtype(cache_dtype).itemsize,
+    )
     return cut_attention_work(
         seq_lens,
         query_start_loc,
@@ -94,6 +113,7 @@ def make_attention_work(
         num_tokens=num_tokens,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        windows=windows,
         config=config,
     )
 
@@ -107,14 +127,13 @@ def paged_attention(
     query_start_loc: jax.Array,
     work: AttentionWork,
     *,
-    scale: float,
     sliding_window: int | jax.Array | None,
-    soft_cap: float | None,
     backend: Backend,
+    **options: Any,
 ) -> jax.Array:
     """See ops.paged_attention. One kernel in a decode bucket, two in a mixed one; both write one array in place."""
     num_heads, head_dim = q.shape[1:]
-    num_kv_heads, block_size = kv_cache.shape[3:5]
+    num_kv_heads, block_size, cache_dim = kv_cache.shape[3:]
     if isinstance(sliding_window, jax.Array):
         raise NotImplementedError(f"{backend} has no kernel for a window that is an array; use backend 'reference'")
     reason = unsupported_reason(
@@ -123,16 +142,20 @@ def paged_attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         block_size=block_size,
-        max_model_len=block_tables.shape[1] * block_size,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
+        cache_dtype=kv_cache.dtype,
     )
+    if reason is None and cache_dim not in HEAD_DIMS:
+        reason = f"a cache of head_dim {cache_dim}, which must be padded to {cache_head_dim(head_dim)}"
     if reason is not None:
         raise NotImplementedError(f"{backend} attention: {reason}; use backend 'reference'")
     interpret = backend == "mosaic_gpu_interpret"
-    config = attention_config(interpret=interpret, block_size=block_size)
-    arrays = (q, kv_cache, layer, block_tables, seq_lens, query_start_loc)
-    return attend(*arrays, work, scale=scale, config=config, interpret=interpret)
+    config = attention_config(
+        interpret=interpret, block_size=block_size, head_dim=cache_dim, cache_bytes=kv_cache.dtype.itemsize
+    )
+    options |= {"sliding_window": sliding_window, "config": config, "interpret": interpret}
+    padded = jnp.pad(q, ((0, 0), (0, 0), (0, cache_dim - head_dim)))
+    out = attend(padded, kv_cache, layer, block_tables, seq_lens, query_start_loc, work, **options)
+    return out[..., :head_dim]
 
 
 def attend(
@@ -145,28 +168,30 @@ def attend(
     work: AttentionWork,
     *,
     scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    kv_scale: jax.Array | None = None,
     config: AttentionConfig,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention with a given configuration, the one that cut `work`. Arguments as in ops.paged_attention."""
-    params = plgpu.InterpretGPUParams() if interpret else False
-    out = paged_decode(
-        q,
-        kv_cache,
-        layer,
-        block_tables,
-        seq_lens,
-        query_start_loc[-1],
-        work.decode,
-        scale=scale,
-        config=config.decode,
-        interpret=params,
-    )
+    if kv_cache.dtype.itemsize == 1 and kv_scale is None:
+        kv_scale = jnp.ones(2, jnp.float32)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "soft_cap": soft_cap,
+        "sinks": None if sinks is None else jnp.asarray(sinks, jnp.float32),
+        "kv_scale": None if kv_scale is None else jnp.asarray(kv_scale, jnp.float32),
+        "interpret": plgpu.InterpretGPUParams() if interpret else False,
+    }
+    decode_work = work.decode_with(sliding_window)
+    rows = (block_tables, seq_lens, query_start_loc[-1])
+    out = paged_decode(q, kv_cache, layer, *rows, decode_work, config=config.decode, **options)
     if work.prefill is None:
         return out
-    return paged_prefill(
-        q, kv_cache, layer, block_tables, out, work.prefill, scale=scale, config=config.prefill, interpret=params
-    )
+    return paged_prefill(q, kv_cache, layer, block_tables, out, work.prefill, config=config.prefill, **options)
 
 
 def rope_and_write_kv(
@@ -177,15 +202,65 @@ def rope_and_write_kv(
     *,
     rope: tuple[jax.Array, jax.Array] | None,
     norm: HeadNorm | None,
+    kv_scale: jax.Array | None,
     backend: Backend,
 ) -> tuple[jax.Array, jax.Array]:
-    """See ops.rope_and_write_kv. One kernel; where only a part of each head rotates, XLA does that beforehand."""
-    head_dim = qkv.shape[-1]
-    if qkv.dtype != jnp.bfloat16 or head_dim not in HEAD_DIMS:
-        what = f"dtype {qkv.dtype.name}, {head_dim=}: only bfloat16 and {HEAD_DIMS} have kernels"
-        raise NotImplementedError(f"{backend} KV write: {what}; use backend 'reference'")
-    if rope is not None and 2 * rope[0].shape[-1] != head_dim:
+    """See ops.rope_and_write_kv. One kernel; XLA norms and rotates beforehand what is not a whole head of the cache."""
+    head_dim, cache_dim = qkv.shape[-1], kv_cache.shape[-1]
+    reason = None
+    if qkv.dtype.name not in DTYPES or kv_cache.dtype.name not in CACHE_DTYPES:
+        reason = f"dtypes {qkv.dtype.name} and {kv_cache.dtype.name} (cache): only {DTYPES} and {CACHE_DTYPES}"
+    elif cache_dim not in HEAD_DIMS:
+        reason = f"a cache of head_dim {cache_dim}: only {HEAD_DIMS}"
+    if reason is not None:
+        raise NotImplementedError(f"{backend} KV write: {reason} have kernels; use backend 'reference'")
+    if head_dim != cache_dim or (rope is not None and 2 * rope[0].shape[-1] != head_dim):
         q, k, v = norm_and_rotate(qkv, rope, norm)
         qkv, rope, norm = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2), None, None
-    params = plgpu.InterpretGPUParams() if backend == "mosaic_gpu_interpret" else False
-    return rope_write.rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, rope=rope, norm=norm, interpret=params)
+        qkv = jnp.pad(qkv, ((0, 0), (0, 0), (0, 0), (0, cache_dim - head_dim)))
+    if kv_cache.dtype.itemsize == 1 and kv_scale is None:
+        kv_scale = jnp.ones(2, jnp.float32)
+    q, kv_cache = rope_write.rope_and_write_kv(
+        qkv,
+        kv_cache,
+        slot_mapping,
+        layer,
+        rope=rope,
+        norm=norm,
+        kv_scale=kv_scale if kv_cache.dtype.itemsize == 1 else None,
+        interpret=plgpu.InterpretGPUParams() if backend == "mosaic_gpu_interpret" else False,
+    )
+    return q[..., :head_dim], kv_cache
+
+
+def make_arrivals(backend: Backend) -> jax.Array | None:
+    """What matmul_stages counts in: once a step, for all layers. None for the reference."""
+    return None if backend == "reference" else jnp.zeros(skinny_matmul.MAX_STAGES, jnp.int32)
+
+
+def prefers_matmul_kernel(x: jax.Array, stages: tuple[MatmulStage, ...], backend: Backend) -> bool:
+    """Whether matmul_stages of a backend can run these and was measured to be faster than what XLA makes of them."""
+    if backend == "reference" or skinny_matmul.unsupported_reason(x, stages) is not None:
+        return False
+    return sum(stage.weight.size for stage in stages) <= MAX_PREFERRED_WEIGHTS
+
+
+def matmul_stages(
+    x: jax.Array,
+    stages: tuple[MatmulStage, ...],
+    residual: jax.Array | None,
+    arrivals: jax.Array,
+    *,
+    backend: Backend,
+) -> jax.Array:
+    """See ops.matmul_stages. One kernel, or one a stage where thread blocks cannot wait for each other."""
+    reason = skinny_matmul.unsupported_reason(x, stages)
+    if reason is not None:
+        raise NotImplementedError(f"{backend} matmul: {reason}; use backend 'reference'")
+    interpret = backend == "mosaic_gpu_interpret"
+    device = jax.devices()[0]
+    # Where there is no GPU this compiles for one elsewhere.
+    num_sms = getattr(device, "core_count", None) if device.platform == "gpu" else None
+    params = plgpu.InterpretGPUParams() if interpret else False
+    config = matmul_config(interpret=interpret, num_sms=num_sms)
+    return skinny_matmul.matmul_stages(x, stages, residual, arrivals, config=config, interpret=params)

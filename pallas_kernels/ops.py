@@ -1,10 +1,11 @@
-"""The public attention ops. One place decides which backend runs; `reference` defines what each means."""
+"""The public ops. One place decides which backend runs; `reference` modules define what each means."""
 
 import jax
 
-from pallas_kernels import mosaic, reference, reference_rope_write
+from pallas_kernels import mosaic, reference, reference_matmul, reference_rope_write
+from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm
-from pallas_kernels.validation import Backend, Kind, check_attention, check_backend, check_write
+from pallas_kernels.validation import Backend, Kind, check_attention, check_backend, check_matmul_stages, check_write
 from pallas_kernels.work_lists import AttentionWork
 
 
@@ -16,19 +17,23 @@ def rope_and_write_kv(
     *,
     rope: tuple[jax.Array, jax.Array] | None = None,
     norm: HeadNorm | None = None,
+    kv_scale: jax.Array | None = None,
     backend: Backend = "reference",
 ) -> tuple[jax.Array, jax.Array]:
     """Norm and rotate the step's new queries and keys, and write keys and values into their cache slots.
 
     Args:
-      qkv: [T, K, G + 2, H] of the cache's dtype: for each kv head its G query heads, its key, its value; rows past
-        the real token count are pads.
-      kv_cache: [L, num_blocks, 2, K, block_size, H]; consumed: use the returned array.
+      qkv: [T, K, G + 2, H]: for each kv head its G query heads, its key, its value; rows past the real token count
+        are pads.
+      kv_cache: [L, num_blocks, 2, K, block_size, H or more] of qkv's dtype, or float8_e4m3fn; consumed: use the
+        returned array. What it has beyond H becomes zero: kernels want heads padded (see cache_head_dim).
       slot_mapping: i32[T] flat slot (block_id * block_size + offset) a token; pads hold 0, in the null block.
         Never -1: JAX wraps it to the last slot.
       layer: i32[] which layer's part of the cache to write.
       rope: cos and sin, f32[T, rotated / 2] each, of the half-split layout; None rotates nothing.
       norm: RMSNorm of the query and key heads, before the rotation; None norms nothing.
+      kv_scale: f32[2], of keys and of values in a float8_e4m3fn cache, which holds x / scale, clipped to its range;
+        None for 1.
       backend: static; chosen once by the runner.
 
     Returns:
@@ -41,10 +46,11 @@ def rope_and_write_kv(
       NotImplementedError: the backend has no kernel for these arguments.
     """
     check_backend(backend)
-    check_write(qkv, kv_cache, slot_mapping, layer, rope=rope, norm=norm)
+    check_write(qkv, kv_cache, slot_mapping, layer, rope=rope, norm=norm, kv_scale=kv_scale)
+    options = {"rope": rope, "norm": norm, "kv_scale": kv_scale}
     if backend == "reference":
-        return reference_rope_write.rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, rope=rope, norm=norm)
-    return mosaic.rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, rope=rope, norm=norm, backend=backend)
+        return reference_rope_write.rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, **options)
+    return mosaic.rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, **options, backend=backend)
 
 
 def paged_attention(
@@ -61,6 +67,8 @@ def paged_attention(
     scale: float,
     sliding_window: int | jax.Array | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    kv_scale: jax.Array | None = None,
     kind: Kind,
     backend: Backend = "reference",
 ) -> jax.Array:
@@ -70,19 +78,21 @@ def paged_attention(
     [num_decodes, num_reqs) have any number; the rest of T and R is padding.
 
     Args:
-      q: [T, N, H] rotated queries, of the cache's dtype; query head n reads kv head n // (N / K).
-      kv_cache: [L, num_blocks, 2, K, block_size, H].
+      q: [T, N, H] rotated queries; query head n reads kv head n // (N / K).
+      kv_cache: [L, num_blocks, 2, K, block_size, H or more] of q's dtype, or float8_e4m3fn.
       layer: i32[] which layer's part of the cache to read.
       block_tables: i32[R, max_blocks] block ids of each row in order; unused entries hold 0, the null block.
       seq_lens: i32[R] keys of each row, its new tokens included; 0 in pad rows.
       query_start_loc: i32[R + 1] first token of each row; pads repeat the number of real tokens.
       num_decodes: i32[] leading rows with exactly one token.
       num_reqs: i32[] real rows.
-      work: from make_attention_work with the same backend and sizes; None, for the reference only.
+      work: from make_attention_work with the same backend, sizes and windows; None, for the reference only.
       scale: factor of the scores, usually H ** -0.5.
       sliding_window: a query at position p sees keys p - sliding_window + 1 .. p; None sees all. An i32[] array
         is for layers that differ inside one scan and is for the reference only.
       soft_cap: scores become soft_cap * tanh(scores / soft_cap).
+      sinks: f32[N], a score of each head that no key has and that takes its share of the softmax; None for none.
+      kv_scale: f32[2], of keys and of values in a float8_e4m3fn cache; None for 1.
       kind: static; "decode" promises T == R and one token in every real row.
       backend: static; chosen once by the runner.
 
@@ -96,22 +106,47 @@ def paged_attention(
     """
     check_backend(backend)
     rows = (block_tables, seq_lens, query_start_loc, num_decodes, num_reqs)
-    check_attention(q, kv_cache, layer, *rows, kind=kind)
+    check_attention(q, kv_cache, layer, *rows, sinks=sinks, kv_scale=kv_scale, kind=kind)
+    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    options |= {"sinks": sinks, "kv_scale": kv_scale}
     if backend == "reference":
-        options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
         return reference.paged_attention(q, kv_cache, layer, *rows, kind=kind, **options)
     if work is None:
         raise ValueError(f"work=None, expected what make_attention_work returns for {backend=}")
-    return mosaic.paged_attention(
-        q,
-        kv_cache,
-        layer,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        work,
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        backend=backend,
-    )
+    rows = (block_tables, seq_lens, query_start_loc)
+    return mosaic.paged_attention(q, kv_cache, layer, *rows, work, **options, backend=backend)
+
+
+def matmul_stages(
+    x: jax.Array,
+    stages: tuple[MatmulStage, ...],
+    residual: jax.Array | None = None,
+    arrivals: jax.Array | None = None,
+    *,
+    backend: Backend = "reference",
+) -> jax.Array:
+    """Products with weights, one after the other, each with what surrounds it: norm, bias, activation, gate, residual.
+
+    Args:
+      x: [T, K], of the weights' dtype; rows past the real token count are pads.
+      stages: the result of each is the input of the next.
+      residual: [T, N], for the first stage that adds it; what that stage gives is the residual of later ones.
+      arrivals: from make_arrivals, once a step; the kernels count in it. None, for the reference only.
+      backend: static; chosen once by the runner. See prefers_matmul_kernel.
+
+    Returns:
+      [T, N] of the last stage, in x's dtype. Sums are float32. Rows do not mix: NaN in a pad stays there. The kernels
+      round a normed input once, after the product with the norm's weight, and a stage's result once; XLA, which the
+      reference leaves this to, may round in between.
+
+    Raises:
+      ValueError: shapes or dtypes disagree, or the backend is unknown.
+      NotImplementedError: the backend has no kernel for these arguments.
+    """
+    check_backend(backend)
+    check_matmul_stages(x, stages, residual)
+    if backend == "reference":
+        return reference_matmul.matmul_stages(x, stages, residual)
+    if arrivals is None:
+        raise ValueError(f"arrivals=None, expected what make_arrivals returns for {backend=}")
+    return mosaic.matmul_stages(x, stages, residual, arrivals, backend=backend)

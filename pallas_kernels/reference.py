@@ -30,12 +30,13 @@ def paged_attention(
     scale: float,
     sliding_window: int | jax.Array | None,
     soft_cap: float | None,
+    sinks: jax.Array | None,
+    kv_scale: jax.Array | None,
     kind: str,
 ) -> jax.Array:
     """See ops.paged_attention. Decode rows go as one batch, prefill rows tile after tile."""
-    attend = partial(
-        _attend, kv_cache=kv_cache, layer=layer, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
-    )
+    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    attend = partial(_attend, kv_cache=kv_cache, layer=layer, sinks=sinks, kv_scale=kv_scale, **options)
     num_rows = seq_lens.shape[0]
     is_decode = jnp.arange(num_rows) < (num_reqs if kind == "decode" else num_decodes)
     decoded = _attend_decode_rows(attend, q[:num_rows], block_tables, jnp.where(is_decode, seq_lens, 0))
@@ -104,6 +105,8 @@ def _attend(
     scale: float,
     sliding_window: int | jax.Array | None,
     soft_cap: float | None,
+    sinks: jax.Array | None,
+    kv_scale: jax.Array | None,
 ) -> jax.Array:
     """Online softmax over chunks of keys.
 
@@ -121,7 +124,9 @@ def _attend(
     # Padded to whole chunks: a dynamic slice that runs over the end would be shifted back.
     tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % chunk_blocks)))
     first_key, end_key = _visible_range(positions, sliding_window)
-    q = (q.astype(jnp.float32) * scale)[:, None]
+    head_dim = q.shape[3]
+    key_scale, value_scale = (1.0, 1.0) if kv_scale is None else (kv_scale[0], kv_scale[1])
+    q = (q.astype(jnp.float32) * (scale * key_scale))[:, None]
     # For few queries a matmul a block, which spares a transposed copy of the keys; else one for the whole chunk.
     pieces = chunk_blocks if q.shape[3] < block_size else 1
 
@@ -130,7 +135,7 @@ def _attend(
         block_ids = lax.dynamic_slice_in_dim(tables, chunk * chunk_blocks, chunk_blocks, axis=1)
         keys = chunk * chunk_keys + jnp.arange(chunk_keys)
         is_read = (keys >= first_key[:, None]) & (keys < end_key[:, None])
-        k, v = (_read_chunk(kv_cache, layer, block_ids, part, is_read, pieces) for part in (0, 1))
+        k, v = (_read_chunk(kv_cache, layer, block_ids, part, is_read, pieces)[..., :head_dim] for part in (0, 1))
         many_q = jnp.broadcast_to(q, (*k.shape[:3], *q.shape[3:]))
         scores = jnp.einsum("bpkmh,bpksh->bpkms", many_q, k, precision="highest")
         if soft_cap is not None:
@@ -143,13 +148,16 @@ def _attend(
         total = total * rescale + jnp.sum(weights, axis=(1, 4))
         return new_highest, total, acc * rescale[..., None] + chunk_acc
 
-    batch, _, num_kv_heads, num_queries, head_dim = q.shape
+    batch, _, num_kv_heads, num_queries, _ = q.shape
     rows = (batch, num_kv_heads, num_queries)
     start = (jnp.full(rows, _MIN_SCORE), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
     first_chunk = jnp.min(jnp.where(end_key > 0, first_key, jnp.iinfo(jnp.int32).max)) // chunk_keys
     num_chunks = -(-jnp.max(end_key) // chunk_keys)
-    _, total, acc = lax.fori_loop(first_chunk, num_chunks, step, start)
-    return acc / jnp.where(total > 0, total, 1)[..., None]
+    highest, total, acc = lax.fori_loop(first_chunk, num_chunks, step, start)
+    if sinks is not None:
+        by_query = jnp.repeat(sinks.reshape(num_kv_heads, -1), num_queries * num_kv_heads // len(sinks), axis=1)
+        total = jnp.where(total > 0, total + jnp.exp(by_query - highest), 0)
+    return acc * (value_scale / jnp.where(total > 0, total, 1))[..., None]
 
 
 def _visible_range(positions: jax.Array, sliding_window: int | jax.Array | None) -> tuple[jax.Array, jax.Array]:

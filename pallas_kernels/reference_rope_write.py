@@ -62,13 +62,29 @@ def norm_and_rotate(
     return q, k, v
 
 
+def to_cache_dtype(x: jax.Array, dtype: jnp.dtype, scale: jax.Array | None) -> jax.Array:
+    """x / scale in the cache's dtype; clipped to the range of 8 bits, where too large a number would become NaN."""
+    if jnp.dtype(dtype).itemsize > 1:
+        return x.astype(dtype)
+    limit = float(jnp.finfo(dtype).max)
+    wide = x.astype(jnp.float32) * (1.0 if scale is None else 1.0 / scale)
+    return jnp.clip(wide, -limit, limit).astype(dtype)
+
+
 def write_kv_cache(
-    k: jax.Array, v: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array, layer: jax.Array
+    k: jax.Array,
+    v: jax.Array,
+    kv_cache: jax.Array,
+    slot_mapping: jax.Array,
+    layer: jax.Array,
+    kv_scale: jax.Array | None = None,
 ) -> jax.Array:
     """Scatter k and v [T, K, H] into their slots: one scatter, in place when the cache is donated or a loop carry."""
     block_size = kv_cache.shape[4]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    kv = jnp.stack([k, v], axis=1)
+    scales = (None, None) if kv_scale is None else (kv_scale[0], kv_scale[1])
+    kv = jnp.stack([to_cache_dtype(x, kv_cache.dtype, scale) for x, scale in zip((k, v), scales, strict=True)], axis=1)
+    kv = jnp.pad(kv, ((0, 0), (0, 0), (0, 0), (0, kv_cache.shape[5] - k.shape[2])))
     return kv_cache.at[layer, block, :, :, offset].set(kv, mode="drop")
 
 
@@ -80,7 +96,9 @@ def rope_and_write_kv(
     *,
     rope: tuple[jax.Array, jax.Array] | None,
     norm: HeadNorm | None,
+    kv_scale: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """See ops.rope_and_write_kv."""
     q, k, v = norm_and_rotate(qkv, rope, norm)
-    return q.reshape(len(q), -1, q.shape[-1]), write_kv_cache(k, v, kv_cache, slot_mapping, layer)
+    kv_cache = write_kv_cache(k, v, kv_cache, slot_mapping, layer, kv_scale)
+    return q.reshape(len(q), -1, q.shape[-1]), kv_cache

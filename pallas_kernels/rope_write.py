@@ -37,6 +37,7 @@ class _Statics:
     has_norm: bool
     eps: float
     unit_offset: bool
+    cache_dtype: Any
 
     @property
     def layout(self) -> Any:
@@ -51,21 +52,24 @@ def rope_and_write_kv(
     *,
     rope: tuple[jax.Array, jax.Array] | None,
     norm: HeadNorm | None,
+    kv_scale: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See ops.rope_and_write_kv. Rotates whole heads only.
 
     Args:
-      qkv: bf16[T, K, G + 2, H].
-      kv_cache: bf16[L, num_blocks, 2, K, block_size, H]; consumed, and written in place where nothing else reads it.
+      qkv: bf16 or f16[T, K, G + 2, H].
+      kv_cache: [L, num_blocks, 2, K, block_size, H] of qkv's dtype, or float8_e4m3fn; consumed, and
+        written in place where nothing else reads it.
       slot_mapping: i32[T] flat slot of each token; slots of the null block (block 0, pads) are not written.
       layer: i32[].
       rope: cos and sin, f32[T, H / 2] each, or None.
       norm: of the query and key heads, or None.
+      kv_scale: f32[2] of keys and values, with a float8_e4m3fn cache only.
       interpret: False, or InterpretGPUParams.
 
     Returns:
-      q bf16[T, K * G, H], and kv_cache.
+      q [T, K * G, H], and kv_cache.
     """
     num_tokens, num_kv_heads, parts, head_dim = qkv.shape
     statics = _Statics(
@@ -77,9 +81,12 @@ def rope_and_write_kv(
         has_norm=norm is not None,
         eps=norm.eps if norm else 0.0,
         unit_offset=norm.unit_offset if norm else False,
+        cache_dtype=kv_cache.dtype,
     )
     operands = [qkv, slot_mapping, layer.reshape(1), *(rope or ())]
     operands += [norm.q_weight, norm.k_weight] if norm else []
+    # The inverse: the scale is divided by once here and not in every thread block.
+    operands += [] if kv_scale is None else [1.0 / kv_scale]
     cache_ref = jax.new_ref(kv_cache, memory_space=plgpu.GMEM)
     q = pl.kernel(
         functools.partial(_write_token, statics),
@@ -114,6 +121,7 @@ def _write_token(statics: _Statics, *refs: Ref) -> None:
     """The body of the kernel: all heads of one token."""
     qkv_ref, slots_ref, layer_ref, *optional, cache_ref, q_ref = refs
     tables = optional[:2] if statics.has_rope else ()
+    inverse_scale_ref = optional.pop() if jnp.dtype(statics.cache_dtype).itemsize == 1 else None
     norms = optional[-2:] if statics.has_norm else (None, None)
     group, block_size = statics.group, statics.block_size
     token = lax.axis_index("token")
@@ -128,6 +136,8 @@ def _write_token(statics: _Statics, *refs: Ref) -> None:
         None if ref is None else [_load_row(statics, ref.at[_half(statics, i)]) for i in range(2)] for ref in norms
     )
     q, k = (_rotate(statics, _normalise(statics, x, w), table) for x, w in ((q, q_weight), (k, k_weight)))
+    if inverse_scale_ref is not None:
+        k, v = (_narrowed(statics, x, inverse_scale_ref[kv]) for kv, x in enumerate((k, v)))
     block = lax.div(slot, jnp.int32(block_size))
 
     @pl.when(block > 0)
@@ -153,6 +163,13 @@ def _store_halves(statics: _Statics, halves: list[jax.Array], ref: Ref) -> None:
         ref[:, :, _half(statics, i)] = values
 
 
+def _narrowed(statics: _Statics, halves: list[jax.Array], inverse_scale: jax.Array) -> list[jax.Array]:
+    """In 8 bits, clipped to their range as in reference_rope_write.to_cache_dtype."""
+    limit = float(jnp.finfo(statics.cache_dtype).max)
+    wide = [x.astype(jnp.float32) * inverse_scale for x in halves]
+    return [jnp.minimum(jnp.maximum(x, -limit), limit).astype(statics.cache_dtype) for x in wide]
+
+
 def _load_row(statics: _Statics, ref: Ref) -> jax.Array:
     """[H / 2] of global memory, the same for all heads, as float32."""
     row = plgpu.load(ref, layout=statics.layout.reduce((0, 1)), optimized=False)
@@ -176,7 +193,7 @@ def _normalise(statics: _Statics, halves: list[jax.Array], weights: list[jax.Arr
     weights = [_across_heads(statics, w, wide[0]) for w in weights]
     if statics.unit_offset:
         return [(x * (1.0 + w)).astype(dtype) for x, w in zip(wide, weights, strict=True)]
-    # The product of two bfloat16 numbers is exact in float32.
+    # The product of two 16-bit numbers is exact in float32.
     rounded = [x.astype(dtype).astype(jnp.float32) for x in wide]
     return [(x * w).astype(dtype) for x, w in zip(rounded, weights, strict=True)]
 

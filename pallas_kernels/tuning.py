@@ -18,22 +18,15 @@ class DecodeConfig:
     Attributes:
       tile: keys a step; a multiple of the block size and of 64.
       stages: steps in flight between the copying warp and the computing warps.
-      num_ctas: CTAs of the grid, all stretches together.
-      num_small_ctas: how many of them, the last, take shorter stretches: they even out SMs of unequal speed.
-      small_ratio: how much shorter.
-      min_tiles: a stretch is not cut below this many tiles.
-      copy_warps: warps that copy: 1, or 2, one for K and one for V.
+      num_ctas: CTAs of the grid, one a stretch. 256 and not two for each of 132 SMs: it divides the items of many
+        batches, so that no item is cut and nothing has to be merged, and 128 SMs saturate the memory.
       merge: who combines the partial results of an item that several CTAs share. "atomic": the last to arrive.
         "kernel": a second kernel, for the interpreter, which has no atomics.
     """
 
     tile: int = 64
-    stages: int = 3
-    num_ctas: int = 2 * NUM_SMS
-    num_small_ctas: int = 0
-    small_ratio: int = 4
-    min_tiles: int = 1
-    copy_warps: int = 1
+    stages: int = 2
+    num_ctas: int = 256
     merge: Literal["atomic", "kernel"] = "atomic"
 
 
@@ -45,8 +38,7 @@ class PrefillConfig:
       tile: keys a step; a multiple of the block size and of 64.
       stages: steps in flight between the copying warp and the computing warps.
       num_ctas: persistent CTAs; shared memory allows one an SM.
-      pingpong: the two computing warpgroups take turns on the tensor cores, as in FlashAttention-3.
-      copy_warps: warps that copy: 1, or 2, one for K and one for V.
+      warpgroups: computing warpgroups of a CTA, 64 query rows each: 2, or 1 for large heads.
       p_in_registers: the probabilities go from registers into the second product. False takes them through shared
         memory, for the interpreter, and 10% slower on the card.
       copy_whole_tiles: q arrives and o leaves by one copy a warpgroup. False takes a copy a token, for the
@@ -56,8 +48,7 @@ class PrefillConfig:
     tile: int = 128
     stages: int = 2
     num_ctas: int = NUM_SMS
-    pingpong: bool = False
-    copy_warps: int = 1
+    warpgroups: int = 2
     p_in_registers: bool = True
     copy_whole_tiles: bool = True
 
@@ -73,20 +64,70 @@ class AttentionConfig:
 H200 = AttentionConfig()
 # Few and small, so that the CPU interpreter gets through, with every path of the large ones.
 INTERPRET = AttentionConfig(
-    decode=DecodeConfig(stages=2, num_ctas=5, num_small_ctas=3, small_ratio=2, merge="kernel"),
+    decode=DecodeConfig(num_ctas=5, merge="kernel"),
     prefill=PrefillConfig(tile=64, num_ctas=2, p_in_registers=False, copy_whole_tiles=False),
 )
+# Bytes of keys and values on their way to one SM: 128 KiB beat 192 KiB and 96 KiB at every length.
+_BYTES_IN_FLIGHT = 128 * 1024
+_MAX_SMEM_BYTES = 225 * 1024
 
 
-def attention_config(*, interpret: bool, block_size: int) -> AttentionConfig:
-    """The configuration for a backend.
+def attention_config(*, interpret: bool, block_size: int, head_dim: int = 128, cache_bytes: int = 2) -> AttentionConfig:
+    """The configuration for a backend and a cache.
 
     Args:
       interpret: for the CPU interpreter.
       block_size: slots of a KV cache block; a tile holds at least one block.
+      head_dim: of the cache.
+      cache_bytes: of a number in the cache, 2 or 1.
     """
     config = INTERPRET if interpret else H200
-    return AttentionConfig(
-        decode=replace(config.decode, tile=max(config.decode.tile, block_size)),
-        prefill=replace(config.prefill, tile=max(config.prefill.tile, block_size)),
-    )
+    is_narrow = cache_bytes == 1
+    decode = replace(config.decode, tile=max(config.decode.tile, block_size))
+    prefill_tile = 64 if is_narrow or head_dim > 128 else config.prefill.tile
+    prefill = replace(config.prefill, tile=max(prefill_tile, block_size), warpgroups=2 if head_dim <= 128 else 1)
+    if interpret:
+        return AttentionConfig(decode, prefill)
+    tile_bytes = 2 * decode.tile * head_dim * cache_bytes
+    ctas_an_sm = 2 if 2 * tile_bytes <= _BYTES_IN_FLIGHT // 2 else 1
+    stages = _BYTES_IN_FLIGHT // ctas_an_sm // tile_bytes
+    decode = replace(decode, num_ctas=ctas_an_sm * 128, stages=stages)
+    # Three copies of the query rows: as they arrive, as the products read them, and the result.
+    row_bytes = 3 * prefill.warpgroups * 64 * head_dim * 2
+    stage_bytes = 2 * prefill.tile * head_dim * (2 + is_narrow)
+    prefill = replace(prefill, stages=min((_MAX_SMEM_BYTES - row_bytes) // stage_bytes, config.prefill.stages))
+    return AttentionConfig(decode, prefill)
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    """How products of few rows are cut. See skinny_matmul.matmul_stages.
+
+    Attributes:
+      num_ctas: CTAs of the grid. With `one_kernel` all of them have to be resident at once: at most one an SM.
+      max_slots: weight tiles in flight; fewer if shared memory is short.
+      one_kernel: the stages are one kernel, whose CTAs wait for each other by atomics. False: a kernel each, for the
+        interpreter.
+      copy_whole_tiles: see skinny_matmul. False: a copy an atom, for the interpreter.
+    """
+
+    num_ctas: int = NUM_SMS
+    max_slots: int = 16
+    one_kernel: bool = True
+    copy_whole_tiles: bool = True
+
+
+H200_MATMUL = MatmulConfig()
+# Elements of the weights of a chain of products. XLA is as good where there are more.
+MAX_PREFERRED_WEIGHTS = 48 * 2**20
+INTERPRET_MATMUL = MatmulConfig(num_ctas=3, max_slots=2, one_kernel=False, copy_whole_tiles=False)
+
+
+def matmul_config(*, interpret: bool, num_sms: int | None) -> MatmulConfig:
+    """The configuration for a backend.
+
+    Args:
+      interpret: for the CPU interpreter.
+      num_sms: of the GPU; None stands for an H200.
+    """
+    return INTERPRET_MATMUL if interpret else replace(H200_MATMUL, num_ctas=num_sms or NUM_SMS)

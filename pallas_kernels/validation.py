@@ -5,6 +5,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm
 
 Backend = Literal["reference", "mosaic_gpu", "mosaic_gpu_interpret"]
@@ -34,6 +35,14 @@ def check_kv_cache(kv_cache: jax.Array) -> None:
     )
 
 
+def _check_cache_dtype(name: str, x: jax.Array, kv_cache: jax.Array, kv_scale: jax.Array | None) -> None:
+    is_narrow = kv_cache.dtype == jnp.float8_e4m3fn
+    _require(x.dtype == kv_cache.dtype or is_narrow, f"dtypes differ: {name} {x.dtype}, cache {kv_cache.dtype}")
+    if kv_scale is not None:
+        _require(is_narrow, f"kv_scale is for a float8_e4m3fn cache, this one is {kv_cache.dtype}: leave it out")
+        _require(kv_scale.shape == (2,), f"{kv_scale.shape=}, expected (2,): of keys and of values")
+
+
 def check_write(
     qkv: jax.Array,
     kv_cache: jax.Array,
@@ -42,17 +51,18 @@ def check_write(
     *,
     rope: tuple[jax.Array, jax.Array] | None,
     norm: HeadNorm | None,
+    kv_scale: jax.Array | None,
 ) -> None:
     """Raise ValueError if the arguments of rope_and_write_kv disagree."""
     check_kv_cache(kv_cache)
-    num_kv_heads, head_dim = kv_cache.shape[3], kv_cache.shape[5]
+    num_kv_heads, cache_dim = kv_cache.shape[3], kv_cache.shape[5]
     _require(
-        qkv.ndim == 4 and qkv.shape[1::2] == (num_kv_heads, head_dim) and qkv.shape[2] > 2,
-        f"qkv has shape {qkv.shape}, expected [T, K, G + 2, H] with K = {num_kv_heads}, H = {head_dim} "
+        qkv.ndim == 4 and qkv.shape[1] == num_kv_heads and qkv.shape[2] > 2 and qkv.shape[3] <= cache_dim,
+        f"qkv has shape {qkv.shape}, expected [T, K, G + 2, H] with K = {num_kv_heads}, H = {cache_dim} or less "
         f"for {kv_cache.shape=}",
     )
-    num_tokens = qkv.shape[0]
-    _require(qkv.dtype == kv_cache.dtype, f"dtypes differ: qkv {qkv.dtype}, cache {kv_cache.dtype}")
+    num_tokens, head_dim = qkv.shape[0], qkv.shape[3]
+    _check_cache_dtype("qkv", qkv, kv_cache, kv_scale)
     _require(slot_mapping.shape == (num_tokens,), f"{slot_mapping.shape=} expected ({num_tokens},), one slot a token")
     _require(layer.shape == (), f"{layer.shape=}, expected a scalar")
     _require_int32(slot_mapping=slot_mapping, layer=layer)
@@ -65,6 +75,34 @@ def check_write(
         _require(weight.shape == (head_dim,), f"a norm weight has shape {weight.shape}, expected ({head_dim},)")
 
 
+def check_matmul_stages(x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array | None) -> None:
+    """Raise ValueError if the arguments of matmul_stages disagree."""
+    _require(x.ndim == 2, f"x has shape {x.shape}, expected [T, K]")
+    _require(len(stages) > 0, "stages=(), expected at least one")
+    num_rows, width = x.shape
+    for i, stage in enumerate(stages):
+        shape = stage.weight.shape
+        _require(
+            shape[-1] == width and (len(shape) == 2 or (len(shape) == 3 and shape[0] == 2)),
+            f"the weight of stage {i} has shape {shape}, expected [N, K] or [2, N, K] with K = {width}",
+        )
+        _require(stage.weight.dtype == x.dtype, f"dtypes differ: x {x.dtype}, weight of stage {i} {stage.weight.dtype}")
+        for name, vector, expected in (
+            ("norm_weight", stage.norm_weight, (width,)),
+            ("bias", stage.bias, shape[:-1]),
+        ):
+            _require(
+                vector is None or vector.shape == expected,
+                f"{name} of stage {i} has shape {getattr(vector, 'shape', None)}, expected {expected}",
+            )
+        width = shape[-2]
+        if stage.adds_residual:
+            _require(
+                residual is not None and residual.shape == (num_rows, width),
+                f"residual has shape {getattr(residual, 'shape', None)}, expected {(num_rows, width)} for stage {i}",
+            )
+
+
 def check_attention(
     q: jax.Array,
     kv_cache: jax.Array,
@@ -75,6 +113,8 @@ def check_attention(
     num_decodes: jax.Array,
     num_reqs: jax.Array,
     *,
+    sinks: jax.Array | None,
+    kv_scale: jax.Array | None,
     kind: str,
 ) -> None:
     """Raise ValueError if the arguments of paged_attention disagree."""
@@ -84,9 +124,10 @@ def check_attention(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
     num_rows = seq_lens.shape[0]
-    _require(head_dim == kv_cache.shape[5], f"q has head_dim {head_dim}, the cache {kv_cache.shape[5]}")
-    _require(q.dtype == kv_cache.dtype, f"dtypes differ: q {q.dtype}, cache {kv_cache.dtype}")
+    _require(head_dim <= kv_cache.shape[5], f"q has head_dim {head_dim}, the cache {kv_cache.shape[5]}")
+    _check_cache_dtype("q", q, kv_cache, kv_scale)
     _require(num_heads % num_kv_heads == 0, f"{num_heads=} must be a multiple of {num_kv_heads=}")
+    _require(sinks is None or sinks.shape == (num_heads,), f"sinks must have shape ({num_heads},), one a query head")
     _require(
         block_tables.ndim == 2 and block_tables.shape[0] == num_rows,
         f"{block_tables.shape=}, expected [R, max_blocks] with R = {num_rows}",

@@ -3,17 +3,16 @@
 Once a step, not once a layer: a few small XLA reductions. Lengths and counts are data, so a bucket has one program.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tuning import AttentionConfig, DecodeConfig
+from pallas_kernels.tuning import AttentionConfig, DecodeConfig, PrefillConfig
 
-# Query rows (token, head of the group) of one computing warpgroup, and such warpgroups a CTA.
+# Query rows (token, head of the group) of one computing warpgroup.
 ROWS_PER_WARPGROUP = 64
-COMPUTE_WARPGROUPS = 2
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -22,7 +21,7 @@ class DecodeWork:
     """Stretches of the line of key tiles of all decode items; item = row * num_kv_heads + kv head."""
 
     starts: jax.Array  # i32[3, num_ctas + 1] of each CTA: first tile on the line, its item, its index in the item
-    stretch: jax.Array  # i32[3] tiles of a large stretch, of a small one, number of large ones
+    stretch: jax.Array  # i32[1] tiles of a stretch
     arrivals: jax.Array  # i32[num_ctas] zeros; the kernel counts in them and leaves zeros
 
 
@@ -40,8 +39,15 @@ class PrefillWork:
 class AttentionWork:
     """The work lists of one step, the same for all its layers."""
 
-    decode: DecodeWork
+    decode: tuple[DecodeWork, ...]  # one a window
     prefill: PrefillWork | None  # None in a decode bucket
+    windows: tuple[int | None, ...] = field(metadata={"static": True}, default=(None,))
+
+    def decode_with(self, sliding_window: int | None) -> DecodeWork:
+        """The list for layers with this window. Raises ValueError if the work was cut for other windows."""
+        if sliding_window not in self.windows:
+            raise ValueError(f"{sliding_window=}, but the work lists were cut for {self.windows}")
+        return self.decode[self.windows.index(sliding_window)]
 
 
 def tokens_per_warpgroup(group_size: int) -> int:
@@ -59,6 +65,7 @@ def cut_attention_work(
     num_tokens: int,
     num_heads: int,
     num_kv_heads: int,
+    windows: tuple[int | None, ...] = (None,),
     config: AttentionConfig,
 ) -> AttentionWork:
     """Cut the step's attention into work for the Mosaic kernels.
@@ -71,6 +78,7 @@ def cut_attention_work(
       kind: static; "decode" makes no prefill tiles.
       num_tokens: static; T, the padded tokens of the step.
       num_heads, num_kv_heads: static; of the part of the model on one device.
+      windows: static; the distinct sliding windows of the layers, None for those that see all keys.
       config: static; the one that paged_attention gets.
 
     Returns:
@@ -78,32 +86,38 @@ def cut_attention_work(
     """
     if kind == "decode":
         num_decodes = num_reqs
-    decode = make_decode_work(seq_lens, num_decodes, num_kv_heads=num_kv_heads, config=config.decode)
-    if kind == "decode":
-        return AttentionWork(decode, None)
-    prefill = make_prefill_work(
-        seq_lens, query_start_loc, num_decodes, num_reqs, num_tokens=num_tokens, group_size=num_heads // num_kv_heads
+    decode = tuple(
+        make_decode_work(seq_lens, num_decodes, num_kv_heads=num_kv_heads, sliding_window=window, config=config.decode)
+        for window in windows
     )
-    return AttentionWork(decode, prefill)
+    if kind == "decode":
+        return AttentionWork(decode, None, windows)
+    rows = (seq_lens, query_start_loc, num_decodes, num_reqs)
+    group_size = num_heads // num_kv_heads
+    prefill = make_prefill_work(*rows, num_tokens=num_tokens, group_size=group_size, config=config.prefill)
+    return AttentionWork(decode, prefill, windows)
 
 
 def make_decode_work(
-    seq_lens: jax.Array, num_decodes: jax.Array, *, num_kv_heads: int, config: DecodeConfig
+    seq_lens: jax.Array,
+    num_decodes: jax.Array,
+    *,
+    num_kv_heads: int,
+    sliding_window: int | None = None,
+    config: DecodeConfig,
 ) -> DecodeWork:
-    """Cut the line of key tiles of rows [0, num_decodes) into one stretch a CTA, whatever their lengths."""
+    """Cut the line of visible key tiles of rows [0, num_decodes) into one stretch a CTA, whatever their lengths."""
     num_rows = seq_lens.shape[0]
     row = jnp.arange(num_rows)
-    num_tiles = jnp.where(row < num_decodes, jnp.maximum(-(-seq_lens // config.tile), 1), 0)
+    num_tiles = jnp.maximum(-(-seq_lens // config.tile), 1)
+    if sliding_window is not None:
+        num_tiles -= jnp.maximum(seq_lens - sliding_window, 0) // config.tile
+    num_tiles = jnp.where(row < num_decodes, num_tiles, 0)
     # Sums over a comparison instead of scans: XLA makes one kernel of each.
     ends = jnp.sum(jnp.where(row[:, None] >= row, num_tiles, 0), axis=1) * num_kv_heads
     total = ends[-1]
-    num_small = config.num_small_ctas
-    num_large = config.num_ctas - num_small
-    large = -(-total * config.small_ratio // (num_large * config.small_ratio + num_small))
-    large = jnp.maximum(large, config.min_tiles)
-    small = -(-large // config.small_ratio) if num_small else large
-    cta = jnp.arange(config.num_ctas + 1)
-    start = jnp.minimum(jnp.minimum(cta, num_large) * large + jnp.maximum(cta - num_large, 0) * small, total)
+    stretch = jnp.maximum(-(-total // config.num_ctas), 1)
+    start = jnp.minimum(jnp.arange(config.num_ctas + 1) * stretch, total)
     is_before = ends[None, :] <= start[:, None]
     start_row = jnp.minimum(jnp.sum(is_before, axis=1), num_decodes)
     row_start = jnp.max(jnp.where(is_before, ends[None, :], 0), axis=1)
@@ -113,13 +127,11 @@ def make_decode_work(
     starts = jnp.stack([start, start_row * num_kv_heads + head, start - row_start - head * tiles_of_item])
     # Computed, so that XLA makes a buffer a step and does not fold it into a constant of the program.
     arrivals = jnp.where(start[:-1] < 0, 1, 0)
-    stretch = jnp.stack([large, small, jnp.asarray(num_large)])
-    return DecodeWork(starts.astype(jnp.int32), stretch.astype(jnp.int32), arrivals.astype(jnp.int32))
+    return DecodeWork(starts.astype(jnp.int32), stretch.reshape(1).astype(jnp.int32), arrivals.astype(jnp.int32))
 
 
-def max_prefill_tiles(num_tokens: int, num_rows: int, group_size: int) -> int:
-    """The most query tiles that `num_tokens` tokens of `num_rows` requests can need."""
-    tokens = COMPUTE_WARPGROUPS * tokens_per_warpgroup(group_size)
+def max_prefill_tiles(num_tokens: int, num_rows: int, tokens: int) -> int:
+    """The most query tiles of `tokens` tokens each that `num_tokens` tokens of `num_rows` requests can need."""
     return min(num_tokens, (num_tokens + num_rows * (tokens - 1)) // tokens)
 
 
@@ -131,15 +143,16 @@ def make_prefill_work(
     *,
     num_tokens: int,
     group_size: int,
+    config: PrefillConfig,
 ) -> PrefillWork:
     """Cut the tokens of rows [num_decodes, num_reqs) into tiles of one request each."""
     num_rows = seq_lens.shape[0]
-    tokens_per_tile = COMPUTE_WARPGROUPS * tokens_per_warpgroup(group_size)
+    tokens_per_tile = config.warpgroups * tokens_per_warpgroup(group_size)
     row = jnp.arange(num_rows)
     query_lens = jnp.where((row >= num_decodes) & (row < num_reqs), query_start_loc[1:] - query_start_loc[:-1], 0)
     tiles_of_row = -(-query_lens // tokens_per_tile)
     ends = jnp.sum(jnp.where(row[:, None] >= row, tiles_of_row, 0), axis=1)
-    tile = jnp.arange(max_prefill_tiles(num_tokens, num_rows, group_size))
+    tile = jnp.arange(max_prefill_tiles(num_tokens, num_rows, tokens_per_tile))
     is_before = ends[None, :] <= tile[:, None]
     tile_row = jnp.minimum(jnp.sum(is_before, axis=1), num_rows - 1)
     first = (tile - jnp.max(jnp.where(is_before, ends[None, :], 0), axis=1)) * tokens_per_tile

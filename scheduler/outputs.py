@@ -5,10 +5,12 @@ that the garbage collector has to follow, and a message is a few flat lists.
 """
 
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from scheduler.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np  # slow to import, and a front end reads EngineCoreOutputs alone
 
 
 @dataclass(slots=True)
@@ -69,7 +71,7 @@ class SchedulerOutput:
     num_common_prefix_blocks: int = 0
     finished_request_ids: set[str] = field(default_factory=set)
     preempted_request_ids: set[str] = field(default_factory=set)
-    grammar_masks: dict[str, np.ndarray] = field(default_factory=dict)
+    grammar_masks: "dict[str, np.ndarray]" = field(default_factory=dict)
 
 
 @dataclass(slots=True)

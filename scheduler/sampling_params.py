@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 MAX_N = 16384
 SEED_RANGE = (-(2**63), 2**64 - 1)
 MAX_STOP_TOKEN_IDS = 128
+MAX_THINK_IDS = 16  # of one end of the thinking
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LISTED_IDS = 1024  # of logit_bias, of allowed_token_ids, and of all bad words together
 MAX_LOGIT_BIAS = 100.0

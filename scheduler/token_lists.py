@@ -14,12 +14,12 @@ from scheduler.sampling_params import (
     MAX_LISTED_IDS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
+    MAX_THINK_IDS,
     DerivedParams,
     SamplingParams,
 )
 
 MAX_MASKED_IDS = MAX_STOP_TOKEN_IDS + 1  # the stop ids and EOS
-MAX_THINK_IDS = 16  # of one end of the thinking
 
 
 class ListField(IntEnum):

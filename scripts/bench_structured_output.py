@@ -72,12 +72,16 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def sampling(index: int, num_structured: int, max_tokens: int) -> SamplingParams:
+def sampling(index: int, num_structured: int, max_tokens: int, temperature: float = 1.0) -> SamplingParams:
     """Structured requests are spread over the batch."""
     is_structured = index * num_structured // NUM_REQUESTS != (index + 1) * num_structured // NUM_REQUESTS
-    constraint = StructuredOutputsParams(json=SCHEMA) if is_structured else None
+    constraint = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True) if is_structured else None
     return SamplingParams(
-        temperature=1.0, seed=index, max_tokens=max_tokens, ignore_eos=not is_structured, structured_outputs=constraint
+        temperature=temperature,
+        seed=index,
+        max_tokens=max_tokens,
+        ignore_eos=not is_structured,
+        structured_outputs=constraint,
     )
 
 
@@ -163,10 +167,12 @@ def run_host(folder: Path, num_structured: int, num_tokens: int, step_s: float) 
     }
 
 
-def run_engine(engine: Engine, num_structured: int, num_tokens: int, repeats: int) -> dict[str, float]:
+def run_engine(
+    engine: Engine, num_structured: int, num_tokens: int, repeats: int, temperature: float
+) -> dict[str, float]:
     """Seconds until all have their tokens, for the fastest of some runs."""
     prompts = [{"prompt_token_ids": [1 + index] * 100} for index in range(NUM_REQUESTS)]
-    params = [sampling(index, num_structured, num_tokens) for index in range(NUM_REQUESTS)]
+    params = [sampling(index, num_structured, num_tokens, temperature) for index in range(NUM_REQUESTS)]
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -177,7 +183,7 @@ def run_engine(engine: Engine, num_structured: int, num_tokens: int, repeats: in
         assert completion.finish_reason == "length", completion  # SCHEMA wants more items than fit
         if given.structured_outputs is not None:
             assert completion.text.lstrip()[:1] == "[" and '"name"' in completion.text, completion.text
-    return {"num_structured": num_structured, "s": min(times[1:])}
+    return {"temperature": temperature, "num_structured": num_structured, "s": min(times[1:])}
 
 
 def main() -> None:
@@ -193,13 +199,18 @@ def main() -> None:
         results = [run_host(folder, n, args.num_tokens, args.step_ms / 1e3) for n in NUM_STRUCTURED]
     else:
         engine = Engine(str(folder), load_format="dummy", dtype="bfloat16", max_model_len=4096, max_num_seqs=256)
-        results = [run_engine(engine, n, args.num_tokens, args.repeats) for n in NUM_STRUCTURED]
+        results = [
+            run_engine(engine, n, args.num_tokens, args.repeats, temperature)
+            for temperature in (0.0, 1.0)
+            for n in NUM_STRUCTURED
+        ]
         metrics = {m.name: m.value for m in engine.get_metrics() if isinstance(m, Counter | Gauge)}
         assert metrics["jaxvllm:late_compiles"] == 0, "something compiled while serving"
         engine.shutdown()
     key = "step_ms" if args.host else "s"
-    for row in results:
-        row["slowdown"] = row[key] / results[0][key] - 1
+    for index, row in enumerate(results):
+        without = results[index - NUM_STRUCTURED.index(int(row["num_structured"]))]
+        row["slowdown"] = row[key] / without[key] - 1
         print(json.dumps({name: round(value, 4) for name, value in row.items()}))
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")

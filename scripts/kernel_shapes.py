@@ -3,53 +3,110 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.tuning import H200, NUM_SMS, AttentionConfig, DecodeConfig, PrefillConfig
+from pallas_kernels.mosaic import cache_head_dim
+from pallas_kernels.tuning import AttentionConfig, attention_config
 
 ANCHORS = Path(__file__).with_name("anchors_h200.json")
 
 
 @dataclass(frozen=True)
-class DecodeShape:
-    """One token a request over `lens` keys each."""
+class KernelShape:
+    """What decode and prefill measurements have in common."""
 
     name: str
-    lens: tuple[int, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int = 128
     block_size: int = 16
+    dtype: str = "bfloat16"
+    cache_dtype: str | None = None  # None: dtype
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def cache_head_dim(self) -> int:
+        return cache_head_dim(self.head_dim)
+
+    @property
+    def kv_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.cache_dtype or self.dtype)
+
+    @property
+    def config(self) -> AttentionConfig:
+        """What serves this shape."""
+        sizes = {"block_size": self.block_size, "head_dim": self.cache_head_dim}
+        return attention_config(interpret=False, cache_bytes=self.kv_dtype.itemsize, **sizes)
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the kernels."""
+        sinks = jnp.ones(self.num_heads, jnp.float32) if self.has_sinks else None
+        kv_scale = jnp.ones(2, jnp.float32) if self.kv_dtype.itemsize == 1 else None
+        masks = {"sliding_window": self.sliding_window, "soft_cap": self.soft_cap, "sinks": sinks}
+        return {"scale": self.head_dim**-0.5, "kv_scale": kv_scale, **masks}
 
 
 @dataclass(frozen=True)
-class PrefillShape:
+class DecodeShape(KernelShape):
+    """One token a request over `lens` keys each."""
+
+    lens: tuple[int, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the keys and values that have to be read, without the padding of heads."""
+        num_keys = sum(min(n, self.sliding_window or n) for n in self.lens)
+        return 2 * num_keys * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PrefillShape(KernelShape):
     """`num_requests` requests of `new` tokens behind `cached` ones, causal."""
 
-    name: str
-    num_requests: int
-    new: int
-    cached: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int = 128
-    block_size: int = 16
+    num_requests: int = 1
+    new: int = 0
+    cached: int = 0
 
     @property
     def flops(self) -> float:
         keys = self.new * (self.cached + self.new / 2)
+        if self.sliding_window is not None:
+            keys = sum(min(self.sliding_window, self.cached + i + 1) for i in range(self.new))
         return 4 * self.num_requests * self.num_heads * self.head_dim * keys
 
 
-def _decode(num_requests: int, context: int, num_heads: int, block_size: int = 16) -> DecodeShape:
-    name = f"S={num_requests} H={num_heads}/8 ctx={context} BS={block_size}"
-    return DecodeShape(name, (context,) * num_requests, num_heads, 8, block_size=block_size)
+def _decode(num_requests: int, context: int, num_heads: int, num_kv_heads: int = 8, **options: Any) -> DecodeShape:
+    lens = (context,) * num_requests
+    shape = DecodeShape("", num_heads, num_kv_heads, lens=lens, **options)
+    dim = "" if shape.head_dim == 128 else f"x{shape.head_dim}"
+    heads = f"H={num_heads}/{num_kv_heads}{dim}"
+    name = f"S={num_requests} {heads} ctx={context} BS={shape.block_size}{_suffix(shape)}"
+    return replace(shape, name=name)
 
 
-def _prefill(num_requests: int, new: int, cached: int, num_heads: int, block_size: int = 16) -> PrefillShape:
-    name = f"B={num_requests} q={new} ctx={cached} H={num_heads}/8 paged BS={block_size}"
-    return PrefillShape(name, num_requests, new, cached, num_heads, 8, block_size=block_size)
+def _prefill(
+    num_requests: int, new: int, cached: int, num_heads: int, num_kv_heads: int = 8, **options: Any
+) -> PrefillShape:
+    shape = PrefillShape("", num_heads, num_kv_heads, num_requests=num_requests, new=new, cached=cached, **options)
+    dim = "" if shape.head_dim == 128 else f"x{shape.head_dim}"
+    heads = f"H={num_heads}/{num_kv_heads}{dim}"
+    name = f"B={num_requests} q={new} ctx={cached} {heads} paged BS={shape.block_size}{_suffix(shape)}"
+    return replace(shape, name=name)
+
+
+def _suffix(shape: KernelShape) -> str:
+    """What is not as usual."""
+    parts = [shape.dtype] if shape.dtype != "bfloat16" else []
+    parts += [f"{shape.cache_dtype} cache"] if shape.cache_dtype else []
+    parts += [f"window {shape.sliding_window}"] if shape.sliding_window else []
+    parts += [f"cap {shape.soft_cap:g}"] if shape.soft_cap else []
+    parts += ["sinks"] if shape.has_sinks else []
+    return "".join(f", {part}" for part in parts)
 
 
 _UNEVEN = tuple(int(x) for x in np.random.default_rng(0).integers(100, 1501, 256))
@@ -61,54 +118,48 @@ DECODE_SHAPES = (
     _decode(1, 384, 16),
     _decode(256, 800, 32),
     _decode(64, 2048, 16),
-    _decode(256, 800, 16, 64),
-    _decode(64, 2048, 32, 64),
-    DecodeShape("S=256 H=16/8 ctx=100..1500 BS=16", _UNEVEN, 16, 8),
-    DecodeShape("1x60000 + 255x200 H=16/8 BS=16", (60000,) + (200,) * 255, 16, 8),
-    DecodeShape("S=256 H=9/3x64 ctx=800 BS=16", (800,) * 256, 9, 3, head_dim=64),
-    DecodeShape("S=64 H=28/4 ctx=2048 BS=16", (2048,) * 64, 28, 4),
+    _decode(256, 800, 16, block_size=64),
+    _decode(64, 2048, 32, block_size=64),
+    DecodeShape("S=256 H=16/8 ctx=100..1500 BS=16", 16, 8, lens=_UNEVEN),
+    DecodeShape("1x60000 + 255x200 H=16/8 BS=16", 16, 8, lens=(60000,) + (200,) * 255),
 )
 PREFILL_SHAPES = (
     _prefill(1, 8192, 0, 32),
     _prefill(1, 2048, 6144, 32),
     _prefill(8, 1024, 0, 32),
     _prefill(1, 8192, 0, 16),
-    _prefill(1, 8192, 0, 32, 64),
-    PrefillShape("B=8 q=1024 ctx=0 H=9/3x64 paged BS=16", 8, 1024, 0, 9, 3, head_dim=64),
+    _prefill(1, 8192, 0, 32, block_size=64),
+)
+FP8 = "float8_e4m3fn"
+# What else a model may want: (query heads, kv heads, options).
+_BREADTH: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    (16, 8, {"cache_dtype": FP8}),
+    (32, 8, {"cache_dtype": FP8}),
+    (16, 8, {"dtype": "float16"}),
+    (9, 3, {"head_dim": 64}),
+    (16, 16, {"head_dim": 80}),
+    (16, 16, {"head_dim": 96}),
+    (8, 4, {"head_dim": 256, "sliding_window": 512, "soft_cap": 50.0}),
+    (8, 4, {"head_dim": 256}),
+    (8, 8, {}),
+    (40, 8, {}),
+    (28, 4, {}),
+    (48, 4, {}),
+    (64, 4, {}),
+    (16, 8, {"sliding_window": 256}),
+    (16, 8, {"soft_cap": 50.0}),
+    (16, 8, {"has_sinks": True}),
+    (16, 8, {"block_size": 32}),
+    (16, 8, {"block_size": 128}),
+)
+BREADTH_DECODE_SHAPES = tuple(_decode(256, 800, heads, kv_heads, **options) for heads, kv_heads, options in _BREADTH)
+BREADTH_PREFILL_SHAPES = tuple(
+    _prefill(1, 4096, 0, heads, kv_heads, **options) for heads, kv_heads, options in _BREADTH
 )
 WRITE_TOKENS = (1, 64, 256, 2048, 16384)
-
-_BASE = H200.decode
-_SMALL = 4 * NUM_SMS
-DECODE_CONFIGS: dict[str, DecodeConfig] = {
-    "default": _BASE,
-    # About 80% of the line in two large stretches an SM, the rest in small ones for whichever SM is free.
-    "tail-20%": replace(_BASE, num_ctas=2 * NUM_SMS + _SMALL, num_small_ctas=_SMALL, small_ratio=8),
-    "waves-2": replace(_BASE, num_ctas=4 * NUM_SMS),
-    "waves-4": replace(_BASE, num_ctas=8 * NUM_SMS),
-    "tile-128": replace(_BASE, tile=128, stages=3, num_ctas=NUM_SMS),
-    "two-copy-warps": replace(_BASE, copy_warps=2),
-}
-PREFILL_CONFIGS: dict[str, PrefillConfig] = {
-    "default": H200.prefill,
-    "pingpong": replace(H200.prefill, pingpong=not H200.prefill.pingpong),
-    "two-copy-warps": replace(H200.prefill, copy_warps=2),
-    "pingpong two-copy-warps": replace(H200.prefill, pingpong=True, copy_warps=2),
-    "one-tile-a-cta": replace(H200.prefill, num_ctas=64 * NUM_SMS),
-}
-# The variants run on these; the default on all.
-VARIANT_DECODE_SHAPES = (*DECODE_SHAPES[:3], DECODE_SHAPES[4])
-VARIANT_PREFILL_SHAPES = PREFILL_SHAPES[:3]
 
 
 def flash_attention_3_us(name: str) -> float | None:
     """FlashAttention-3's time for a shape, measured on an H200 through CUDA graphs, or None."""
     rows = json.loads(ANCHORS.read_text())["flash_attention_3_kernels"]
     return next((row["us"] for row in rows if row["shape"] == name), None)
-
-
-def attention_configs() -> dict[str, AttentionConfig]:
-    """Every configuration above, once, for the correctness check."""
-    decodes = {f"decode {name}": replace(H200, decode=config) for name, config in DECODE_CONFIGS.items()}
-    prefills = {f"prefill {name}": replace(H200, prefill=config) for name, config in PREFILL_CONFIGS.items()}
-    return {**decodes, **prefills}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxvllm.buckets.measure import measure_steps
+from jaxvllm.compile_cache import ProgramKey
 from jaxvllm.config import EngineConfig
 from jaxvllm.core import EngineCore
 from jaxvllm.core_messages import EngineCoreRequest
@@ -110,8 +111,8 @@ def run_policy(
 ) -> tuple[Result, StepLog]:
     """Compile what is missing, warm up, run the workload, and measure."""
     keys = policy.keys()
-    others = [key for key in runner.program_keys() if key == "admit"]
-    list(runner.programs.compile_all([*keys, *others]))
+    wanted: list[ProgramKey] = [*keys, *(key for key in runner.program_keys() if key == "admit")]
+    list(runner.programs.compile_all(wanted))
     runner.initialize_kv_cache(num_blocks)
     list(measure_steps(runner, keys, repeats=1))  # first runs allocate and make graphs
     runner.initialize_kv_cache(num_blocks)

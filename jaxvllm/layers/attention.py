@@ -11,7 +11,7 @@ from pallas_kernels import HeadNorm, paged_attention, rope_and_write_kv
 
 
 class Attention(nnx.Module):
-    """Merged qkv, optional norm of queries and keys, rope, cache write, paged attention, output projection."""
+    """Norm of queries and keys (optional), rope, cache write, paged attention; the layer projects before and after."""
 
     def __init__(
         self,
@@ -26,17 +26,21 @@ class Attention(nnx.Module):
     ):
         """`scale`: of the scores, head_dim ** -0.5 if None; `soft_cap`: see pallas_kernels.paged_attention."""
         self.qkv_proj = qkv_proj
+        self.head_shape = (config.num_kv_heads, config.num_heads // config.num_kv_heads + 2, config.head_dim)
         self.o_proj = o_proj
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.scale = config.head_dim**-0.5 if scale is None else scale
         self.soft_cap = soft_cap
 
-    def __call__(self, x: jax.Array, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
-        """[T, D] -> [T, D], and the cache with the step's keys and values; the cache given is consumed."""
+    def __call__(self, qkv: jax.Array, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
+        """What qkv_proj gives -> [T, N * H] for o_proj, and the cache with the step's keys and values.
+
+        The cache given is consumed.
+        """
         metadata = context.metadata
         q, kv_cache = rope_and_write_kv(
-            self.qkv_proj(x),
+            qkv.reshape(len(qkv), *self.head_shape),
             kv_cache,
             metadata.slot_mapping,
             context.layer,
@@ -60,7 +64,7 @@ class Attention(nnx.Module):
             kind=metadata.kind,
             backend=metadata.backend,
         )
-        return self.o_proj(out), kv_cache
+        return out.reshape(len(out), -1), kv_cache
 
     def _head_norm(self) -> HeadNorm | None:
         if self.q_norm is None or self.k_norm is None:

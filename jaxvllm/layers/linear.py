@@ -1,17 +1,39 @@
-"""Projections. Weights are [in, ..., out...] so that merged parts are slices of one matmul's output.
+"""Projections. Weights are [out..., in...], as checkpoints store them: no transposing when they are read, and the
+inputs of an output column lie side by side, as pallas_kernels.matmul_stages wants them.
 
-Einsum letters: T tokens  D hidden  K kv heads  G query heads of a kv head  N query heads  H head_dim  F ffn
+A projection does not run by itself: `stage` describes it, with what surrounds it, for LayerContext.project.
+
+Letters: T tokens  D hidden  K kv heads  G query heads of a kv head  N query heads  H head_dim  F ffn
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxvllm.layers.norm import RMSNorm
 from jaxvllm.layers.parameter import CheckpointTensor, ParamSpec, declare
 from jaxvllm.model_config import ModelConfig
+from pallas_kernels import MatmulStage
+
+
+def make_stage(
+    weight: jax.Array, bias: nnx.Param | None, *, norm: RMSNorm | None = None, **options: Any
+) -> MatmulStage:
+    """A product for LayerContext.project.
+
+    Args:
+      weight: [N, K], or [2, N, K] with a gate.
+      bias: any shape of so many elements.
+      norm: of the input.
+      options: other fields of MatmulStage.
+    """
+    if norm is not None:
+        options |= {"norm_weight": norm.weight.get_value(), "eps": norm.eps, "unit_offset": norm.unit_offset}
+    return MatmulStage(weight, bias=None if bias is None else bias.get_value().reshape(weight.shape[:-1]), **options)
 
 
 class Linear(nnx.Module):
@@ -27,21 +49,25 @@ class Linear(nnx.Module):
         dtype: str,
         bias: bool = False,
     ):
-        """`prefix`: of the tensors "weight" and "bias"; `axes`: logical names of (in, out)."""
-        source = CheckpointTensor(f"{prefix}.weight", (out_size, in_size), convert=np.transpose)
-        self.weight = declare(ParamSpec((in_size, out_size), jnp.dtype(dtype), axes, (source,)))
+        """`prefix`: of the tensors "weight" and "bias"; `axes`: logical names of (out, in)."""
+        source = CheckpointTensor(f"{prefix}.weight", (out_size, in_size))
+        self.weight = declare(ParamSpec((out_size, in_size), jnp.dtype(dtype), axes, (source,)))
         bias_source = CheckpointTensor(f"{prefix}.bias", (out_size,))
-        spec = ParamSpec((out_size,), jnp.dtype(dtype), axes[1:], (bias_source,), "zeros")
+        spec = ParamSpec((out_size,), jnp.dtype(dtype), axes[:1], (bias_source,), "zeros")
         self.bias = declare(spec) if bias else None
+
+    def stage(self, *, norm: RMSNorm | None = None, **options: Any) -> MatmulStage:
+        """See make_stage."""
+        return make_stage(self.weight.get_value(), self.bias, norm=norm, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Project."""
-        out = x @ self.weight.get_value()
+        out = x @ self.weight.get_value().T
         return out if self.bias is None else out + self.bias.get_value()
 
 
 class QKVProjection(nnx.Module):
-    """[T, D] -> [T, K, G + 2, H]: for each kv head its G query heads, its key, its value.
+    """[T, D] -> [T, K * (G + 2) * H]: for each kv head its G query heads, its key, its value.
 
     Splitting the K axis over devices keeps the query heads beside the key that they read.
     """
@@ -50,7 +76,7 @@ class QKVProjection(nnx.Module):
         """`prefix`: of q_proj, k_proj, v_proj; `fused_name`: of one tensor that has them in that order instead."""
         kv_heads, head_dim = config.num_kv_heads, config.head_dim
         group = config.num_heads // kv_heads
-        shape = (config.hidden_size, kv_heads, group + 2, head_dim)
+        shape = (kv_heads, group + 2, head_dim, config.hidden_size)
         dtype = jnp.dtype(config.dtype)
         if fused_name is None:
             weights = tuple(_head_parts(prefix, "weight", kv_heads, group, head_dim, config.hidden_size))
@@ -58,55 +84,48 @@ class QKVProjection(nnx.Module):
             merge = partial(_merge_qkv, kv_heads=kv_heads, group=group, head_dim=head_dim)
             stored = (kv_heads * (group + 2) * head_dim, config.hidden_size)
             weights = (CheckpointTensor(fused_name, stored, convert=merge),)
-        self.weight = declare(ParamSpec(shape, dtype, (None, "kv_heads", None, None), weights))
+        self.weight = declare(ParamSpec(shape, dtype, ("kv_heads", None, None, None), weights))
         biases = tuple(_head_parts(prefix, "bias", kv_heads, group, head_dim))
-        bias_spec = ParamSpec(shape[1:], dtype, ("kv_heads", None, None), biases, "zeros")
+        bias_spec = ParamSpec(shape[:-1], dtype, ("kv_heads", None, None), biases, "zeros")
         self.bias = declare(bias_spec) if config.attention_bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Project."""
-        out = jnp.einsum("td,dkgh->tkgh", x, self.weight.get_value())
-        return out if self.bias is None else out + self.bias.get_value()
+    def stage(self, *, norm: RMSNorm | None = None, **options: Any) -> MatmulStage:
+        """See make_stage; the result is [T, K * (G + 2) * H]."""
+        weight = self.weight.get_value()
+        return make_stage(weight.reshape(-1, weight.shape[-1]), self.bias, norm=norm, **options)
 
 
 def _head_parts(prefix: str, part: str, kv_heads: int, group: int, head_dim: int, *hidden: int):
-    """The tensors of q_proj, k_proj and v_proj as parts of [D, K, G + 2, H] (weight) or [K, G + 2, H] (bias)."""
+    """The tensors of q_proj, k_proj and v_proj as parts of [K, G + 2, H, D] (weight) or [K, G + 2, H] (bias)."""
     for name, heads, index in (("q_proj", (group,), slice(group)), ("k_proj", (), group), ("v_proj", (), group + 1)):
-        layout = (*hidden, kv_heads, *heads, head_dim)
+        layout = (kv_heads, *heads, head_dim, *hidden)
         stored = (kv_heads * int(np.prod(heads)) * head_dim, *hidden)
         yield CheckpointTensor(
-            f"{prefix}.{name}.{part}",
-            stored,
-            index=(..., index, slice(None)),
-            convert=partial(_transposed_as, shape=layout),
+            f"{prefix}.{name}.{part}", stored, index=(slice(None), index), convert=partial(np.reshape, shape=layout)
         )
 
 
-def _transposed_as(stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    return stored.T.reshape(shape)
-
-
 def _merge_qkv(stored: np.ndarray, *, kv_heads: int, group: int, head_dim: int) -> np.ndarray:
-    """[(N + 2K) * H, D] with all queries, all keys, all values -> [D, K, G + 2, H]."""
-    queries, keys, values = np.split(stored.T, [kv_heads * group * head_dim, kv_heads * (group + 1) * head_dim], axis=1)
-    parts = [part.reshape(len(part), kv_heads, -1, head_dim) for part in (queries, keys, values)]
-    return np.concatenate(parts, axis=2)
+    """[(N + 2K) * H, D] with all queries, all keys, all values -> [K, G + 2, H, D]."""
+    ends = [kv_heads * group * head_dim, kv_heads * (group + 1) * head_dim]
+    parts = [part.reshape(kv_heads, -1, head_dim, stored.shape[1]) for part in np.split(stored, ends)]
+    return np.concatenate(parts, axis=1)
 
 
 class OutputProjection(nnx.Module):
-    """[T, N, H] -> [T, D], the end of attention."""
+    """[T, N * H] -> [T, D], the end of attention."""
 
     def __init__(self, config: ModelConfig, prefix: str, *, bias: bool):
         """`prefix`: of the tensors "weight" and "bias"."""
-        shape = (config.num_heads, config.head_dim, config.hidden_size)
+        shape = (config.hidden_size, config.num_heads, config.head_dim)
         stored = (config.hidden_size, config.num_heads * config.head_dim)
-        source = CheckpointTensor(f"{prefix}.weight", stored, convert=partial(_transposed_as, shape=shape))
-        self.weight = declare(ParamSpec(shape, jnp.dtype(config.dtype), ("heads", None, None), (source,)))
+        source = CheckpointTensor(f"{prefix}.weight", stored, convert=partial(np.reshape, shape=shape))
+        self.weight = declare(ParamSpec(shape, jnp.dtype(config.dtype), (None, "heads", None), (source,)))
         bias_source = CheckpointTensor(f"{prefix}.bias", (config.hidden_size,))
         spec = ParamSpec((config.hidden_size,), jnp.dtype(config.dtype), (None,), (bias_source,), "zeros")
         self.bias = declare(spec) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Project."""
-        out = jnp.einsum("tnh,nhd->td", x, self.weight.get_value())
-        return out if self.bias is None else out + self.bias.get_value()
+    def stage(self, *, norm: RMSNorm | None = None, **options: Any) -> MatmulStage:
+        """See make_stage; the input is [T, N * H]."""
+        weight = self.weight.get_value()
+        return make_stage(weight.reshape(len(weight), -1), self.bias, norm=norm, **options)

@@ -1,5 +1,6 @@
 """One loop over the decoder layers, unrolled or scanned, and what each layer gets to know."""
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +13,9 @@ from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.layers.rope import rope_tables
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.rope_config import RopeConfig
+from pallas_kernels import FEW_ROWS, MatmulStage, make_arrivals, matmul_stages, prefers_matmul_kernel
+
+logger = logging.getLogger(__name__)
 
 # Stands for "no window" where the window is data: longer than any context.
 _NO_WINDOW = 2**30
@@ -32,6 +36,11 @@ class LayerKinds:
     kinds: tuple[LayerKind, ...]
     of_layer: tuple[int, ...]
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct sliding windows, None for layers that see all."""
+        return tuple(dict.fromkeys(kind.sliding_window for kind in self.kinds))
+
     @classmethod
     def from_config(cls, config: ModelConfig, *, has_rope: bool = True) -> "LayerKinds":
         """Read config.layer_types, the window, and the ropes of the two types of layers."""
@@ -44,7 +53,7 @@ class LayerKinds:
         return cls(kinds, tuple(kinds.index(by_type[name]) for name in config.layer_types))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["metadata", "ropes"], meta_fields=["windows"])
+@partial(jax.tree_util.register_dataclass, data_fields=["metadata", "ropes", "arrivals"], meta_fields=["windows"])
 @dataclass(frozen=True)
 class LayerInputs:
     """What all layers of a step share."""
@@ -52,31 +61,43 @@ class LayerInputs:
     metadata: AttentionMetadata
     ropes: tuple[tuple[jax.Array, jax.Array] | None, ...]  # a kind: cos, sin f32[T, rotated / 2]; None without rope
     windows: tuple[int | None, ...]  # a kind; static
+    arrivals: jax.Array | None  # see pallas_kernels.make_arrivals
 
     @classmethod
     def make(cls, kinds: LayerKinds, head_dim: int, positions: jax.Array, metadata: AttentionMetadata) -> "LayerInputs":
         """Compute the rope tables of the step, once for each distinct rope. `positions`: i32[T]."""
         distinct = {kind.rope: kind.rope and rope_tables(kind.rope, head_dim, positions) for kind in kinds.kinds}
         ropes = tuple(distinct[kind.rope] for kind in kinds.kinds)
-        return cls(metadata, ropes, tuple(kind.sliding_window for kind in kinds.kinds))
+        windows = tuple(kind.sliding_window for kind in kinds.kinds)
+        return cls(metadata, ropes, windows, make_arrivals(metadata.backend))
 
     def at(self, layer: jax.Array, kind: int | jax.Array) -> "LayerContext":
         """The view of one layer, i32[]; `kind` is static, or i32[] where one program serves layers of many kinds."""
         if isinstance(kind, int):
-            return LayerContext(self.metadata, layer, self.ropes[kind], self.windows[kind])
+            return LayerContext(self.metadata, layer, self.ropes[kind], self.windows[kind], self.arrivals)
         rope = jax.tree.map(lambda *tables: jnp.stack(tables)[kind], *self.ropes)
         window = jnp.array([_NO_WINDOW if w is None else w for w in self.windows], jnp.int32)[kind]
-        return LayerContext(self.metadata, layer, rope, None if set(self.windows) == {None} else window)
+        return LayerContext(self.metadata, layer, rope, None if set(self.windows) == {None} else window, self.arrivals)
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What one layer's attention needs besides its activations; lives within one trace."""
+    """What one layer needs besides its activations; lives within one trace."""
 
     metadata: AttentionMetadata
     layer: jax.Array  # i32[]
     rope: tuple[jax.Array, jax.Array] | None  # cos, sin f32[T, rotated / 2]
     sliding_window: int | jax.Array | None
+    arrivals: jax.Array | None
+
+    def project(self, x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array | None = None) -> jax.Array:
+        """pallas_kernels.matmul_stages: a kernel where there is one that was measured to be faster, XLA elsewhere."""
+        is_kernel = prefers_matmul_kernel(x, stages, self.metadata.backend)
+        if len(x) == FEW_ROWS and self.metadata.backend != "reference":
+            sizes = ", ".join("x".join(map(str, stage.weight.shape)) for stage in stages)
+            logger.info("%d rows times %s: %s", len(x), sizes, "Pallas kernel" if is_kernel else "XLA")
+        backend = self.metadata.backend if is_kernel else "reference"
+        return matmul_stages(x, stages, residual, self.arrivals, backend=backend)
 
 
 def default_unroll() -> bool:

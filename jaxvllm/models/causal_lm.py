@@ -51,6 +51,11 @@ class CausalLM(nnx.Module):
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Embedding(vocab, hidden, "lm_head.weight", dtype=config.dtype)
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct sliding windows of the layers, None for those that see all."""
+        return self.layer_kinds.windows
+
     def __call__(
         self, input_ids: jax.Array, positions: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata
     ) -> tuple[jax.Array, jax.Array]:

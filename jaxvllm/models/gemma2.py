@@ -39,9 +39,10 @@ class GemmaDecoderLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
         """[T, D] -> [T, D], and the cache; the cache given is consumed."""
-        attended, kv_cache = self.self_attn(self.input_layernorm(x), kv_cache, context)
-        x = x + self.post_attention_layernorm(attended)
-        fed = self.mlp(self.pre_feedforward_layernorm(x))
+        qkv = context.project(x, (self.self_attn.qkv_proj.stage(norm=self.input_layernorm),))
+        attended, kv_cache = self.self_attn(qkv, kv_cache, context)
+        x = x + self.post_attention_layernorm(context.project(attended, (self.self_attn.o_proj.stage(),)))
+        fed = context.project(x, self.mlp.stages(norm=self.pre_feedforward_layernorm))
         return x + self.post_feedforward_layernorm(fed), kv_cache
 
 

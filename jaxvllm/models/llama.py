@@ -31,9 +31,10 @@ class LlamaDecoderLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
         """[T, D] -> [T, D], and the cache; the cache given is consumed."""
-        attended, kv_cache = self.self_attn(self.input_layernorm(x), kv_cache, context)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), kv_cache
+        qkv = context.project(x, (self.self_attn.qkv_proj.stage(norm=self.input_layernorm),))
+        attended, kv_cache = self.self_attn(qkv, kv_cache, context)
+        feed_forward = self.mlp.stages(norm=self.post_attention_layernorm, adds_residual=True)
+        return context.project(attended, (self.self_attn.o_proj.stage(adds_residual=True), *feed_forward), x), kv_cache
 
 
 def llama_layer(config: ModelConfig, *, qk_norm: bool = False) -> LlamaDecoderLayer:

@@ -25,7 +25,7 @@ class OPTDecoderLayer(nnx.Module):
     def __init__(self, config: ModelConfig, *, norm_before: bool):
         """`norm_before`: do_layer_norm_before of config.json."""
         self.norm_before = norm_before
-        self.hidden_act = config.hidden_act
+        self.activation = activation(config.hidden_act)
         hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"{_LAYER_PREFIX}.self_attn"
         options = {"eps": config.rms_norm_eps, "dtype": config.dtype}
         self.self_attn = Attention(
@@ -35,22 +35,21 @@ class OPTDecoderLayer(nnx.Module):
         )
         self.self_attn_layer_norm = LayerNorm(hidden, f"{_LAYER_PREFIX}.self_attn_layer_norm", **options)
         linear = {"dtype": config.dtype, "bias": config.mlp_bias}
-        self.fc1 = Linear(hidden, ffn, f"{_LAYER_PREFIX}.fc1", axes=(None, "ffn"), **linear)
-        self.fc2 = Linear(ffn, hidden, f"{_LAYER_PREFIX}.fc2", axes=("ffn", None), **linear)
+        self.fc1 = Linear(hidden, ffn, f"{_LAYER_PREFIX}.fc1", axes=("ffn", None), **linear)
+        self.fc2 = Linear(ffn, hidden, f"{_LAYER_PREFIX}.fc2", axes=(None, "ffn"), **linear)
         self.final_layer_norm = LayerNorm(hidden, f"{_LAYER_PREFIX}.final_layer_norm", **options)
 
     def __call__(self, x: jax.Array, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
         """[T, D] -> [T, D], and the cache; the cache given is consumed."""
-        if self.norm_before:
-            attended, kv_cache = self.self_attn(self.self_attn_layer_norm(x), kv_cache, context)
-            x = x + attended
-            return x + self._feed_forward(self.final_layer_norm(x)), kv_cache
-        attended, kv_cache = self.self_attn(x, kv_cache, context)
-        x = self.self_attn_layer_norm(x + attended)
-        return self.final_layer_norm(x + self._feed_forward(x)), kv_cache
-
-    def _feed_forward(self, x: jax.Array) -> jax.Array:
-        return self.fc2(activation(self.hidden_act)(self.fc1(x)))
+        normed = self.self_attn_layer_norm(x) if self.norm_before else x
+        qkv = context.project(normed, (self.self_attn.qkv_proj.stage(),))
+        attended, kv_cache = self.self_attn(qkv, kv_cache, context)
+        x = context.project(attended, (self.self_attn.o_proj.stage(adds_residual=True),), x)
+        x = x if self.norm_before else self.self_attn_layer_norm(x)
+        normed = self.final_layer_norm(x) if self.norm_before else x
+        feed_forward = (self.fc1.stage(activation=self.activation), self.fc2.stage(adds_residual=True))
+        x = context.project(normed, feed_forward, x)
+        return x if self.norm_before else self.final_layer_norm(x), kv_cache
 
 
 class OPTForCausalLM(nnx.Module):
@@ -82,6 +81,11 @@ class OPTForCausalLM(nnx.Module):
         self.project_out = Linear(hidden, width, f"{_PREFIX}.project_out", **projection) if is_projected else None
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Embedding(config.vocab_size, width, "lm_head.weight", dtype=dtype)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The distinct sliding windows of the layers, None for those that see all."""
+        return self.layer_kinds.windows
 
     def __call__(
         self, input_ids: jax.Array, positions: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata

@@ -9,7 +9,8 @@ from jax import lax
 
 from jaxvllm.sampling.rows import SamplingRows
 from scheduler.records import RecordField
-from scheduler.token_lists import MAX_THINK_IDS, ListField
+from scheduler.sampling_params import MAX_THINK_IDS
+from scheduler.token_lists import ListField
 
 _CHUNK = 512
 

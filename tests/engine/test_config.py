@@ -20,7 +20,7 @@ def test_unknown_argument_is_named_with_the_nearest_known_one():
         ("speculative_config", {"method": "ngram"}),
         ("enable_lora", True),
         ("enforce_eager", True),
-        ("kv_cache_dtype", "fp8"),
+        ("kv_cache_dtype_skip_layers", ["0"]),
         ("trust_remote_code", True),
     ],
 )
@@ -43,6 +43,7 @@ def test_no_argument_is_both_applied_and_refused():
         ({"max_num_seqs": True}, "max_num_seqs=True must be of type"),
         ({"gpu_memory_utilization": 1.5}, r"must be in \(0, 1\]"),
         ({"dtype": "int8"}, "dtype='int8' must be one of"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype='fp8_e5m2' must be one of 'auto', 'fp8', 'fp8_e4m3'"),
         ({"load_format": "pt"}, "load_format='pt' must be one of"),
         ({"scheduling_policy": "lifo"}, "scheduling_policy='lifo'"),
         ({"num_gpu_blocks_override": 1}, "null block"),

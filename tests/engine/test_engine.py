@@ -158,7 +158,7 @@ def test_bad_prompt_is_refused_and_costs_no_other_request(engine, prompt, messag
         ({"logit_bias": {264: 5.0}}, NotImplementedError, "logit_bias"),
         ({"allowed_token_ids": [5]}, NotImplementedError, "allowed_token_ids"),
         ({"bad_words": ["x"]}, NotImplementedError, "bad_words"),
-        ({"structured_outputs": {"regex": "a"}}, NotImplementedError, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, ValueError, r"structured_outputs: regex=\("),
         ({"thinking_token_budget": 5}, NotImplementedError, "thinking_token_budget"),
         ({"extra_args": {"a": 1}}, NotImplementedError, "extra_args"),
     ],

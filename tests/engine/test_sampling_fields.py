@@ -245,7 +245,7 @@ def test_routed_experts_prompt_start_is_refused_by_name(engine):
         ({"allowed_token_ids": []}, r"allowed_token_ids=\[\] allows no token"),
         ({"allowed_token_ids": list(range(1025))}, "allowed_token_ids holds 1025 ids; at most 1024"),
         ({"bad_words": [""]}, "bad_words=.* must be a list of non-empty strings"),
-        ({"thinking_token_budget": -1}, "thinking_token_budget=-1 must be at least 0"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget=-1 must not be negative"),
         ({"extra_args": [1]}, r"extra_args=\[1\] must be a dict"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0"),
     ],

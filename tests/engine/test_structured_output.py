@@ -205,6 +205,34 @@ def test_synchronous_and_asynchronous_scheduling_give_equal_tokens_under_preempt
     assert all((n > 0) == (num_blocks == 9) for n in num_preemptions)
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_aborts_at_random_times_leave_the_others_texts_as_they_are(model_folder, async_scheduling):
+    args = EngineArgs(
+        model_folder, **TINY, max_model_len=112, max_num_seqs=6, num_gpu_blocks_override=9,
+        async_scheduling=async_scheduling,
+    )  # fmt: skip
+    llm_engine = LLMEngine.from_engine_args(args)
+    rng, ends = random.Random(5), []
+    victims = rng.sample(range(16), 6)
+    for abort_share in (0.0, 0.2):
+        for i in range(16):
+            given = params(seed=i, max_tokens=25, json=random_schema(random.Random(i)))
+            given.output_kind = RequestOutputKind.FINAL_ONLY
+            llm_engine.add_request(str(i), ids(20, i), given)
+        finished = {}
+        while llm_engine.has_unfinished_requests():
+            if rng.random() < abort_share:
+                llm_engine.abort_request(str(rng.choice(victims)))
+            finished |= {o.request_id: o.outputs[0] for o in llm_engine.step() if o.finished}
+        ends.append({name: (end.token_ids, end.finish_reason) for name, end in finished.items()})
+    aborted = {name for name, (_, reason) in ends[1].items() if reason == "abort"}
+    assert len(aborted) > 0 and aborted <= set(map(str, victims))
+    assert {name: end for name, end in ends[1].items() if name not in aborted} == {
+        name: end for name, end in ends[0].items() if name not in aborted
+    }
+    assert llm_engine.reset_prefix_cache()
+
+
 def test_children_of_one_request_follow_the_grammar_each_with_its_own_seed(engine):
     given = params(seed=5, max_tokens=30, regex="[a-z]{3,9}!")
     given.n = 6

@@ -75,10 +75,10 @@ def test_a_dimension_that_the_mesh_does_not_divide_is_kept_whole():
     specs = param_specs(get_model_class("LlamaForCausalLM")(config_of("LlamaForCausalLM")))
     parts = {name: tuple(spec.sharding(mesh).spec) for name, spec in specs.items()}
     assert parts["embed_tokens.weight"] == (None, None)  # 131 rows
-    assert parts["layers.self_attn.qkv_proj.weight"] == (None, None, "tp", None, None)
-    assert parts["layers.self_attn.o_proj.weight"] == (None, "tp", None, None)
-    assert parts["layers.mlp.gate_up_proj.weight"] == (None, None, None, "tp")
-    assert parts["layers.mlp.down_proj.weight"] == (None, "tp", None)
+    assert parts["layers.self_attn.qkv_proj.weight"] == (None, "tp", None, None, None)
+    assert parts["layers.self_attn.o_proj.weight"] == (None, None, "tp", None)
+    assert parts["layers.mlp.gate_up_proj.weight"] == (None, None, "tp", None)
+    assert parts["layers.mlp.down_proj.weight"] == (None, None, "tp")
 
 
 def test_rope_divisors_of_gguf_files_divide_the_frequencies():

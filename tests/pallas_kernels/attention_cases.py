@@ -103,20 +103,43 @@ def make_case(
     )
 
 
+def rounded_case(case: AttentionCase, dtype: jnp.dtype, cache_dtype: jnp.dtype | None = None) -> AttentionCase:
+    """The case with numbers that are exact in dtype, keys and values also in cache_dtype; NaN in the q of pads."""
+
+    def exact(x: np.ndarray, *dtypes: jnp.dtype | None) -> np.ndarray:
+        for to in dtypes:
+            x = x if to is None else np.asarray(jnp.asarray(x, to).astype(jnp.float32))
+        return x
+
+    q = np.array(exact(case.q, dtype))
+    q[case.num_tokens :] = np.nan
+    keys_and_values = {name: exact(getattr(case, name), dtype, cache_dtype) for name in ("k", "v", "kv_cache")}
+    history = [tuple(exact(x, dtype, cache_dtype) for x in kv) for kv in case.history]
+    return AttentionCase(**{**vars(case), **keys_and_values, "q": q, "history": history})
+
+
 def expected_attention(
-    case: AttentionCase, *, scale: float, sliding_window: int | None = None, soft_cap: float | None = None
+    case: AttentionCase,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: np.ndarray | None = None,
+    kv_scale: np.ndarray | None = None,
 ) -> np.ndarray:
     """The oracle: plain softmax in float64, [T, N, H], zeros for pads."""
+    key_scale, value_scale = (1.0, 1.0) if kv_scale is None else kv_scale
     out = np.zeros(case.q.shape, np.float64)
     group = case.q.shape[1] // case.k.shape[1]
     for r, (keys, values) in enumerate(case.history):
         start, end = case.query_start_loc[r], case.query_start_loc[r + 1]
         keys, values = (np.repeat(x.astype(np.float64), group, axis=1) for x in (keys, values))
-        scores = np.einsum("mnh,tnh->nmt", case.q[start:end].astype(np.float64), keys) * scale
+        scores = np.einsum("mnh,tnh->nmt", case.q[start:end].astype(np.float64), keys) * (scale * key_scale)
         if soft_cap is not None:
             scores = soft_cap * np.tanh(scores / soft_cap)
         distance = (len(keys) - (end - start) + np.arange(end - start))[:, None] - np.arange(len(keys))
         visible = (distance >= 0) & (distance < (sliding_window or len(keys)))
-        weights = np.where(visible, np.exp(scores - scores.max(axis=-1, keepdims=True)), 0)
-        out[start:end] = np.einsum("nmt,tnh->mnh", weights / weights.sum(-1, keepdims=True), values)
+        weights = np.where(visible, np.exp(scores), 0)  # small scores: nothing overflows float64
+        total = weights.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks)[:, None, None])
+        out[start:end] = np.einsum("nmt,tnh->mnh", weights / total, values * value_scale)
     return out

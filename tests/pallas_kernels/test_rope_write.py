@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import HeadNorm, rope_and_write_kv
+from pallas_kernels import HeadNorm, cache_head_dim, rope_and_write_kv
 
 BACKENDS = ("reference", "mosaic_gpu_interpret")
 NUM_BLOCKS, BLOCK_SIZE, LAYER = 7, 16, 1
@@ -129,6 +129,42 @@ def test_a_part_of_the_head_may_rotate(backend):
     assert_matches(make_case(6, 2, 3, 64, rotated=26), backend)
 
 
+FP8 = jnp.float8_e4m3fn
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_8_bit_cache_holds_keys_and_values_over_their_scales_clipped_to_its_range(backend):
+    case = make_case(7, 3, 2, 64, has_norm=False, rotated=0)
+    case.qkv[2, 1, 2:, 5] = 1e4
+    scale = np.array([0.5, 3], np.float32)
+    args = (jnp.asarray(case.qkv, jnp.bfloat16), jnp.asarray(case.kv_cache, FP8), case.slots, jnp.int32(LAYER))
+    _, cache = jax.jit(partial(rope_and_write_kv, backend=backend))(*args, kv_scale=scale)
+    block, offset = np.divmod(case.slots[: case.num_tokens], BLOCK_SIZE)
+    got = np.asarray(cache.astype(jnp.float32))[LAYER, block, :, :, offset]  # [T, 2, K, H]
+    wide = np.stack([bf16(case.qkv[: case.num_tokens, :, part]) for part in (-2, -1)], axis=1)
+    want = np.clip(wide * (1 / scale)[:, None, None], -448, 448)
+    np.testing.assert_allclose(got, want, rtol=2**-4, atol=2**-10)  # half a last bit, of a subnormal below 2^-6
+    np.testing.assert_array_equal(got, np.asarray(jnp.asarray(want, jnp.float32).astype(FP8).astype(jnp.float32)))
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(80, jnp.bfloat16), (64, jnp.float16), (128, jnp.float16)])
+def test_the_kernel_writes_what_the_reference_writes(head_dim, dtype):
+    case = make_case(5, 2, 3, head_dim)
+    cache_dim = cache_head_dim(head_dim)
+    kv_cache = np.pad(case.kv_cache, [(0, 0)] * 5 + [(0, cache_dim - head_dim)])
+    norm = HeadNorm(*(jnp.asarray(w, dtype) for w in (case.norm.q_weight, case.norm.k_weight)), eps=1e-3)
+    args = (jnp.asarray(case.qkv, dtype), jnp.asarray(kv_cache, dtype), case.slots, jnp.int32(LAYER))
+    results = [
+        jax.jit(partial(rope_and_write_kv, backend=backend))(*args, rope=case.rope, norm=norm) for backend in BACKENDS
+    ]
+    (want_q, want), (got_q, got) = ([np.asarray(x, np.float64) for x in result] for result in results)
+    block, offset = np.divmod(case.slots[: case.num_tokens], BLOCK_SIZE)
+    assert got_q.shape == (7, 6, head_dim)
+    assert_same_but_for_last_bits(got_q[: case.num_tokens], want_q[: case.num_tokens])
+    assert_same_but_for_last_bits(got[LAYER, block, :, :, offset], want[LAYER, block, :, :, offset])
+    assert not got[LAYER, block, :, :, offset][..., head_dim:].any()
+
+
 def test_the_cache_is_written_in_place():
     case = make_case(11, 3, 2, 64)
     cache = jax.ShapeDtypeStruct(case.kv_cache.shape, jnp.bfloat16)
@@ -141,7 +177,7 @@ def test_the_cache_is_written_in_place():
 
 
 def test_without_a_kernel_it_says_what_to_use():
-    with pytest.raises(NotImplementedError, match=r"head_dim=32: only bfloat16 .*; use backend 'reference'"):
+    with pytest.raises(NotImplementedError, match=r"head_dim 32: only .* have kernels; use backend 'reference'"):
         make_case(2, 2, 1, 32).run("mosaic_gpu_interpret")
 
 

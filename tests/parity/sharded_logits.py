@@ -44,12 +44,12 @@ def main() -> None:
     mesh = make_mesh(jax.devices(), 2)
     two, split = compare(mesh, num_heads=12, num_kv_heads=4, **BIASES)
     qkv = split["layers.self_attn.qkv_proj.weight"]
-    assert qkv.sharding.spec == PartitionSpec(None, None, "tp", None, None), qkv.sharding
-    assert qkv.addressable_shards[0].data.shape[2] == 2
+    assert qkv.sharding.spec == PartitionSpec(None, "tp", None, None, None), qkv.sharding
+    assert qkv.addressable_shards[0].data.shape[1] == 2
     assert split["layers.self_attn.qkv_proj.bias"].addressable_shards[0].data.shape == (3, 2, 5, 10)
     assert split["layers.self_attn.o_proj.bias"].sharding.is_fully_replicated
     assert split["lm_head.weight"].addressable_shards[0].data.shape == (67, 42)
-    assert split["layers.mlp.down_proj.weight"].addressable_shards[0].data.shape == (3, 29, 42)
+    assert split["layers.mlp.down_proj.weight"].addressable_shards[0].data.shape == (3, 42, 29)
     assert two.kv_cache.addressable_shards[0].data.shape[3] == 2
     text = two.compiled_text
     assert text.count(" all-reduce(") == 3, "embedding; in the body of the layer loop attention and MLP"
@@ -57,7 +57,7 @@ def main() -> None:
 
     # Kv heads that do not divide stay whole; the query heads of the output projection are split all the same.
     two, split = compare(mesh, num_decodes=0, num_heads=6, num_kv_heads=3)
-    assert split["layers.self_attn.o_proj.weight"].addressable_shards[0].data.shape[1] == 3
+    assert split["layers.self_attn.o_proj.weight"].addressable_shards[0].data.shape[2] == 3
     assert two.kv_cache.sharding.is_fully_replicated
     print("equal")
 

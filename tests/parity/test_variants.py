@@ -3,12 +3,14 @@
 import copy
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 from jaxvllm.models.registry import get_model_class
+from pallas_kernels import reference_rope_write
 from tests.parity.paged_driver import PagedDriver
 from tests.parity.tiny_models import tiny_model
 
@@ -89,3 +91,22 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16_is():
     with torch.no_grad():
         theirs = narrow(torch.tensor([PROMPT]), use_cache=False).logits[0].float().numpy()
     assert 0 < error < 1.1 * np.sqrt(np.mean((theirs - expected) ** 2))
+
+
+@pytest.mark.parametrize("kind", ["LlamaConfig", "Gemma2Config"])
+def test_an_8_bit_cache_gives_what_keys_and_values_rounded_to_8_bits_give(kind, monkeypatch):
+    tiny = tiny_model(kind)
+    model = get_model_class(tiny.config.architecture)(tiny.config)
+    fp8 = jnp.float8_e4m3fn
+
+    def logits(dtype) -> np.ndarray:
+        driver = PagedDriver(model, tiny.config, tiny.params, put_cache=lambda x: jnp.asarray(x, dtype))
+        result = driver.prefill(driver.add(PROMPT), chunk=30)
+        assert driver.kv_cache.dtype == dtype
+        return result
+
+    narrow, wide = logits(fp8), logits(jnp.float32)
+    monkeypatch.setattr(reference_rope_write, "to_cache_dtype", lambda x, dtype, scale: x.astype(fp8).astype(dtype))
+    jax.clear_caches()
+    np.testing.assert_allclose(narrow, logits(jnp.float32), atol=1e-5, rtol=1e-5)
+    assert not np.allclose(narrow, wide, atol=1e-3)

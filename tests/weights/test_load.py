@@ -10,7 +10,7 @@ import pytest
 
 from jaxvllm.layers.parameter import CheckpointTensor, ParamSpec
 from jaxvllm.weights.checkpoint import TensorInfo
-from jaxvllm.weights.load import copy_tiled, load_params
+from jaxvllm.weights.load import load_params
 
 D, F, V, L = 6, 10, 13, 12
 F32 = np.dtype(np.float32)
@@ -170,22 +170,3 @@ def test_declaration_that_does_not_cover_its_parameter_is_an_error_not_garbage(i
     spec = ParamSpec((4, 2), F32, (None, None), (CheckpointTensor("w", (4, 1), index, lambda x: x),))
     with pytest.raises(ValueError, match="w"):
         load_params({"p": spec}, DictCheckpoint({"w": np.ones((4, 1), np.float32)}))
-
-
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("axes", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)])
-def test_tiled_copy_equals_a_plain_one_at_every_size_and_order(dtype, axes):
-    rng = np.random.default_rng(0)
-    for shape in ((1, 1, 1), (5, 300, 37), (257, 3, 33), (64, 1, 513), (0, 2, 3)):
-        part = rng.standard_normal(shape).astype(np.float32).transpose(axes)
-        whole = np.full((*part.shape[:-1], part.shape[-1] + 3), -7, dtype)
-        expected = whole.copy()
-        copy_tiled(whole[..., 1:-2], part)
-        expected[..., 1:-2] = part
-        np.testing.assert_array_equal(whole, expected)
-
-
-def test_scalars_are_copied():
-    target = np.zeros((), np.float32)
-    copy_tiled(target, np.array(3.0))
-    assert target == 3

@@ -1,0 +1,303 @@
+"""Check and time the kernels of few rows against XLA on one H200: single products and whole layers without attention.
+
+    timeout 150 env PYTHONPATH=. python scripts/bench_matmul.py --out matmul.json
+
+Times are wall clock over many queued calls of one program that runs a chain of layers, each with weights of its own, so
+that nothing stays in the L2 cache; with the compiler options of the engine it is one CUDA graph, as a step is. Between
+two products lies what feeds one's result to the next, the same for all variants. Every variant is checked against
+float32 before it is timed, with NaN in pad rows, and has to give the same bits twice. Kernels that wait for all thread
+blocks come last: a hang costs nothing that was printed before.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.9")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxvllm.compile_cache import compiler_options
+from pallas_kernels.arg_specs import LAYER_SHAPES, LayerShape
+from pallas_kernels.reference_matmul import MatmulStage
+from pallas_kernels.reference_matmul import matmul_stages as reference_stages
+from pallas_kernels.skinny_matmul import matmul_stages
+from pallas_kernels.tuning import H200_MATMUL, MatmulConfig
+
+ROWS, REAL_ROWS = 8, 3
+MAX_RELATIVE_ERROR = 1e-2
+Params = dict[str, Any]
+Layer = Callable[[jax.Array, jax.Array, Params, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+MODELS = {shape.name: shape for shape in LAYER_SHAPES}
+NUM_LAYERS = {"qwen3-0.6b": 28, "smollm2-135m": 30, "qwen3-1.7b": 28, "llama-3.1-8b": 8}
+
+
+def make_params(shape: LayerShape) -> Params:
+    """Weights [L, out, in], stacked by layer; norms one array a layer, as the engine keeps them."""
+
+    def draw(seed: int, *sizes: int) -> jax.Array:
+        scale = sizes[-1] ** -0.5
+        make = jax.jit(lambda key: jax.random.normal(key, (NUM_LAYERS[shape.name], *sizes), jnp.bfloat16) * scale)
+        return make(jax.random.key(seed))
+
+    norm = jax.random.uniform(jax.random.key(9), (2, NUM_LAYERS[shape.name], shape.hidden), jnp.bfloat16, 0.5, 1.5)
+    return {
+        "qkv": draw(0, shape.qkv, shape.hidden),
+        "o": draw(1, shape.hidden, shape.attended),
+        "gate_up": draw(2, 2, shape.ffn, shape.hidden),
+        "down": draw(3, shape.hidden, shape.ffn),
+        "norm": list(norm[0]),
+        "post_norm": list(norm[1]),
+    }
+
+
+def stages_of(params: Params) -> dict[str, MatmulStage]:
+    norm = partial(MatmulStage, eps=1e-6)
+    return {
+        "qkv": norm(params["qkv"], norm_weight=params["norm"]),
+        "o": MatmulStage(params["o"], adds_residual=True),
+        "gate_up": norm(params["gate_up"], norm_weight=params["post_norm"], activation="silu"),
+        "down": MatmulStage(params["down"], adds_residual=True),
+    }
+
+
+def layer_xla(x: jax.Array, attended: jax.Array, params: Params, arrivals: jax.Array) -> tuple:
+    """What XLA makes of it."""
+    stages = stages_of(params)
+    x = reference_stages(attended, (stages["o"], stages["gate_up"], stages["down"]), x)
+    return x, reference_stages(x, (stages["qkv"],), None)
+
+
+def layer_kernels(
+    x: jax.Array, attended: jax.Array, params: Params, arrivals: jax.Array, *, config: MatmulConfig
+) -> tuple:
+    """Two kernels: attention's end and the feed-forward, then norm and qkv; or four."""
+    stages = stages_of(params)
+    tail = (stages["o"], stages["gate_up"], stages["down"])
+    x = matmul_stages(attended, tail, x, arrivals, config=config)
+    return x, matmul_stages(x, (stages["qkv"],), None, arrivals, config=config)
+
+
+def chain_of_layers(layer: Layer, shape: LayerShape, x: jax.Array, params: Params) -> jax.Array:
+    """All layers; a slice of each layer's qkv stands for attention."""
+    arrivals = jnp.zeros(8, jnp.int32)
+    one = jax.jit(layer)
+    attended = jnp.tile(x, (1, -(-shape.attended // shape.hidden)))[:, : shape.attended]
+    for i in range(NUM_LAYERS[shape.name]):
+        x, qkv = one(x, attended, jax.tree.map(lambda w, i=i: w[i], params, is_leaf=_is_leaf), arrivals)
+        attended = jax.lax.optimization_barrier(qkv[:, : shape.attended])
+    return x
+
+
+def _is_leaf(node: Any) -> bool:
+    return not isinstance(node, dict)
+
+
+def chain_of_one(
+    name: str, run: Callable[..., jax.Array], shape: LayerShape, x: jax.Array, params: Params
+) -> jax.Array:
+    """One of the four products in every layer; its result, cut or repeated, is the next one's input."""
+    arrivals = jnp.zeros(8, jnp.int32)
+    one = jax.jit(run)
+    inputs = params[name].shape[-1]
+    residual = x
+    x = jnp.tile(x, (1, -(-inputs // x.shape[1])))[:, :inputs]
+    for i in range(NUM_LAYERS[shape.name]):
+        stage = stages_of(jax.tree.map(lambda w, i=i: w[i], params, is_leaf=_is_leaf))[name]
+        out = one(x, (stage,), residual if stage.adds_residual else None, arrivals)
+        x = jax.lax.optimization_barrier(jnp.tile(out, (1, -(-inputs // out.shape[1])))[:, :inputs])
+    return x
+
+
+def run_xla(x: jax.Array, stages: tuple, residual: jax.Array | None, arrivals: jax.Array) -> jax.Array:
+    return reference_stages(x, stages, residual)
+
+
+def in_out(params: Params) -> Params:
+    """The same weights stored [L, in, ..., out]."""
+    move = jax.jit(lambda w: jnp.moveaxis(w, -1, 1))
+    return {k: v if isinstance(v, list) else move(v) for k, v in params.items()}
+
+
+def with_in_out(chain: Callable[[jax.Array, Params], jax.Array], x: jax.Array, params: Params) -> jax.Array:
+    """A chain for weights stored [L, in, ..., out]: moving the axis back is a relabelling to XLA."""
+    return chain(x, {k: v if isinstance(v, list) else jnp.moveaxis(v, 1, -1) for k, v in params.items()})
+
+
+def seconds_a_call(function: Callable[..., Any], args: tuple) -> float:
+    """Median over five runs of the wall clock of one call, many calls queued."""
+
+    def queue(count: int) -> float:
+        start = time.perf_counter()
+        out: Any = None
+        for _ in range(count):
+            out = function(*args)
+        jax.block_until_ready(out)
+        return time.perf_counter() - start
+
+    queue(2)
+    count = max(3, int(0.05 / (queue(3) / 3)))
+    return statistics.median(queue(count) / count for _ in range(5))
+
+
+def exact(stage: MatmulStage, x: np.ndarray, residual: np.ndarray | None) -> np.ndarray:
+    """One stage in float64 from the bf16 inputs."""
+    wide = partial(np.asarray, dtype=np.float64)
+    if stage.norm_weight is not None:
+        x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + stage.eps) * wide(stage.norm_weight)
+    y = np.einsum("tk,...nk->...tn", x, wide(stage.weight))
+    y = y[0] / (1 + np.exp(-y[0])) * y[1] if stage.is_gated else y
+    return y if residual is None else y + residual
+
+
+def check(shape: LayerShape, params: Params, config: MatmulConfig, names: tuple[str, ...]) -> dict:
+    """The stages of layer 1 in one call against float64; pads are NaN, then not, and the bits have to be the same."""
+    stages = tuple(stages_of(jax.tree.map(lambda w: w[1], params, is_leaf=_is_leaf))[name] for name in names)
+    rng = np.random.default_rng(0)
+    draw = partial(rng.standard_normal)
+    x = jnp.asarray(draw((ROWS, stages[0].weight.shape[-1])), jnp.bfloat16)
+    residual = jnp.asarray(draw((ROWS, shape.hidden)), jnp.bfloat16)
+    run = jax.jit(partial(matmul_stages, config=config))
+    has_residual = any(stage.adds_residual for stage in stages)
+
+    def call(x: jax.Array, residual: jax.Array) -> np.ndarray:
+        return np.asarray(run(x, stages, residual if has_residual else None, jnp.zeros(8, jnp.int32)), np.float64)
+
+    got = call(x, residual)[:REAL_ROWS]
+    poisoned = call(x.at[REAL_ROWS:].set(jnp.nan), residual.at[REAL_ROWS:].set(jnp.nan))[:REAL_ROWS]
+    want, stream = np.asarray(x, np.float64), np.asarray(residual, np.float64)
+    for stage in stages:
+        want = exact(stage, want, stream if stage.adds_residual else None)
+        stream = want if stage.adds_residual else stream
+    error = float(np.linalg.norm(got - want[:REAL_ROWS]) / np.linalg.norm(want[:REAL_ROWS]))
+    same_bits = bool((got == poisoned).all())
+    return {"relative_error": error, "same_bits_beside_nan": same_bits, "ok": error < MAX_RELATIVE_ERROR and same_bits}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A chain to compile and time, and what has to be right before."""
+
+    names: dict[str, Any]
+    chain: Callable[[jax.Array, Params], jax.Array]
+    args: tuple[jax.Array, Params]
+    num_layers: int
+    num_bytes: int  # of weights a layer
+    check: Callable[[], dict] | None = None
+
+    def lower(self) -> Any:
+        return jax.jit(self.chain).lower(*self.args)
+
+    def measure(self, compiled: Any) -> dict:
+        checked = {} if self.check is None else self.check()
+        seconds = seconds_a_call(compiled, self.args) / self.num_layers
+        return {**checked, "us": round(1e6 * seconds, 2), "tb_s": round(self.num_bytes / seconds / 1e12, 2)}
+
+
+def run_rows(rows: list[Row], out: Path | None) -> None:
+    """Compile all, many at a time, then time one after the other. A row that fails is recorded as such."""
+    results = []
+    with ThreadPoolExecutor(12) as pool:
+        options = compiler_options(jax.default_backend())
+        lowered = [row.lower() for row in rows]
+        compiled = [pool.submit(partial(one.compile, compiler_options=options)) for one in lowered]
+        wait(compiled)
+    for row, program in zip(rows, compiled, strict=True):
+        try:
+            result = row.measure(program.result())
+        except Exception as error:
+            traceback.print_exc()
+            result = {"error": f"{type(error).__name__}: {error}"[:300]}
+        results.append({**row.names, **result})
+        print(json.dumps(results[-1]), flush=True)
+        if out is not None:
+            out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+PRODUCTS = ("qkv", "o", "gate_up", "down")
+KERNELS = replace(H200_MATMUL, one_kernel=False)
+
+
+def bytes_of(params: Params, names: tuple[str, ...] = PRODUCTS) -> int:
+    return sum(params[name][0].nbytes for name in names)
+
+
+def product_rows(shape: LayerShape, params: Params, names: tuple[str, ...]) -> list[Row]:
+    x = jnp.ones((ROWS, shape.hidden), jnp.bfloat16)
+    swapped = in_out(params)
+    rows = []
+    for name in names:
+        xla = partial(chain_of_one, name, run_xla, shape)
+        kernel = partial(chain_of_one, name, partial(matmul_stages, config=KERNELS), shape)
+        checked = partial(check, shape, params, KERNELS, (name,))
+        variants: dict[str, tuple] = {
+            "xla [in, out]": (partial(with_in_out, xla), swapped, None),
+            "kernel": (kernel, params, checked),
+        }
+        for variant, (chain, weights, checks) in variants.items():
+            row = {"model": shape.name, "what": name, "variant": variant}
+            rows.append(Row(row, chain, (x, weights), NUM_LAYERS[shape.name], bytes_of(params, (name,)), checks))
+    return rows
+
+
+def layer_rows(shape: LayerShape, params: Params, variants: tuple[str, ...], num_rows: int = ROWS) -> list[Row]:
+    """Variants: what XLA makes of weights that lie either way, or so many kernels, with so many slots."""
+    x = jnp.ones((num_rows, shape.hidden), jnp.bfloat16)
+    rows = []
+    for variant in variants:
+        weights, layer, checks = params, layer_xla, None
+        if not variant.startswith("xla"):
+            config = KERNELS if variant.startswith("4") else H200_MATMUL
+            if "slots" in variant:
+                config = replace(config, max_slots=int(variant.split()[-1]))
+            layer = partial(layer_kernels, config=config)
+            checks = partial(check, shape, params, config, ("o", "gate_up", "down"))
+        chain = partial(chain_of_layers, layer, shape)
+        if variant == "xla [in, out]":
+            chain, weights = partial(with_in_out, chain), in_out(params)
+        row = {"model": shape.name, "what": f"layer, {num_rows} rows", "variant": variant}
+        rows.append(Row(row, chain, (x, weights), NUM_LAYERS[shape.name], bytes_of(params), checks))
+    return rows
+
+
+XLA = ("xla [in, out]", "xla [out, in]")
+
+
+def plan_rows() -> list[Row]:
+    """The most wanted first, but for kernels whose thread blocks wait for each other."""
+    small, middle, large = (MODELS[name] for name in ("qwen3-0.6b", "qwen3-1.7b", "llama-3.1-8b"))
+    params, params_middle = make_params(small), make_params(middle)
+    rows = layer_rows(small, params, (*XLA, "4 kernels"))
+    rows += product_rows(small, params, PRODUCTS)
+    for num_rows in (64, 256, 2048, 16384):
+        rows += layer_rows(small, params, XLA, num_rows)
+    rows += layer_rows(MODELS["smollm2-135m"], make_params(MODELS["smollm2-135m"]), (XLA[0], "4 kernels"))
+    rows += product_rows(large, make_params(large), ("qkv", "gate_up"))
+    rows += layer_rows(middle, params_middle, (XLA[0], "4 kernels"))
+    rows += layer_rows(small, params, ("2 kernels", "2 kernels, slots 3"))
+    return rows + layer_rows(middle, params_middle, ("2 kernels",))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON of all rows")
+    parser.add_argument("--only", default="", help="rows whose variant contains this")
+    args = parser.parse_args()
+    run_rows([row for row in plan_rows() if args.only in row.names["variant"]], args.out)
+
+
+if __name__ == "__main__":
+    main()

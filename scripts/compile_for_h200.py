@@ -1,0 +1,188 @@
+"""Compile the kernels and a decode step for an H200, on a machine that has none, and check what the compiler says.
+
+    pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
+    PYTHONPATH=. python scripts/compile_for_h200.py [--only NAME]
+
+For every model of pallas_kernels.arg_specs: no kernel spills registers (but for what KNOWN_SPILLS says), and the KV
+cache that is donated is the one that comes back. For a whole decode step: all of it is one command buffer (a CUDA
+graph). Exits with 1 otherwise.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# What the compiler has to know of the card.
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  l2_cache_size: 62914560
+  memory_bandwidth: 4800000000000
+  device_memory_size: 150754820096
+  cuda_compute_capability { major: 9 minor: 0 }
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  name: "NVIDIA H200"
+  model_str: "sm_9.0 with 150754820096B RAM, 132 cores"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 13 minor: 0 }
+device_description_str: "NVIDIA H200"
+"""
+# Bytes a thread that prefill may spill with heads of 256, whose accumulators take 128 registers: once a query tile, not
+# in the loop over keys.
+KNOWN_SPILLS = {"gemma-2-2b mixed": 160, "gemma-3-1b fp8 mixed": 160}
+KERNEL = re.compile(r"Function properties for (\S+)")
+SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def compile_kernels(only: str) -> list[str]:
+    """Compile each model's decode and mixed layer; what is wrong, in words."""
+    import jax
+
+    from pallas_kernels.arg_specs import HEAD_SHAPES, Bucket, layer_function, layer_specs
+
+    device = _device()
+    wrong = []
+    for heads in HEAD_SHAPES:
+        for bucket in (Bucket("decode", 256, 256), Bucket("mixed", 2048, 256)):
+            name = f"{heads.name} {bucket.kind}"
+            if only not in name:
+                continue
+            print(f"== {name}", flush=True)
+            start = time.monotonic()
+            specs = jax.tree.map(lambda x: _on(device, x), layer_specs(heads, bucket))
+            jitted = jax.jit(layer_function(heads, bucket), donate_argnums=0)
+            memory = jitted.trace(*specs).lower(lowering_platforms=("cuda",)).compile().memory_analysis()
+            cache = specs[0]
+            if memory is None or memory.alias_size_in_bytes < cache.size * cache.dtype.itemsize:
+                wrong.append(f"{name}: the cache is not updated in place")
+            print(f"== done in {time.monotonic() - start:.1f} s", flush=True)
+    return wrong
+
+
+def compile_step(folder: Path) -> list[str]:
+    """Compile a whole decode step of a model; what is wrong, in words."""
+    from jaxvllm.compile_cache import compiler_options
+    from jaxvllm.kv_cache import KVCacheSpec
+    from jaxvllm.layers.parameter import bind, param_shapes, param_specs
+    from jaxvllm.model_config import ModelConfig
+    from jaxvllm.model_runner import ModelRunner, RunnerConfig
+    from jaxvllm.models.registry import get_model_class
+    from jaxvllm.parallel import make_mesh
+    from scheduler.batch import BatchLimits
+    from scheduler.buckets import BucketKey, powers_of_two
+
+    print("== decode step", flush=True)
+    mesh = make_mesh([_device()], 1)
+    config = ModelConfig.from_hf(QWEN3)
+    limits = BatchLimits(64, 4096, 16, config.vocab_size)
+    model = get_model_class(config.architecture)(config)
+    model.unroll_layers = True  # as on a GPU
+    spec = KVCacheSpec.of_model(config, 16, backend="mosaic_gpu")
+    runner = ModelRunner(
+        lambda traced: bind(model, traced),
+        param_shapes(param_specs(model), mesh, unstack=True),
+        RunnerConfig(limits, powers_of_two(64, 2048), spec, config.num_heads, "mosaic_gpu", mesh),
+    )
+    runner.set_num_blocks(4096)
+    key = BucketKey("decode", 64, 64)
+    runner._lower_step(key).compile(compiler_options("gpu"))
+    sequences = list(folder.glob("*step_decode*thunk_sequence_after_thunk_passes*"))
+    if not sequences:
+        return ["decode step: the compiler wrote no thunk sequence"]
+    kinds = re.findall(r"^\d+: (\w+)", sequences[0].read_text(), re.MULTILINE)
+    outside = [kind for kind in kinds if kind != "kCommandBuffer"]
+    print(f"== thunks: {kinds}", flush=True)
+    return [] if kinds == ["kCommandBuffer"] else [f"decode step: {len(outside)} thunks outside its graph: {outside}"]
+
+
+def _device():
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1").devices[0]
+
+
+def _on(device, x):
+    import jax
+
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+
+
+def find_spills(output: str) -> list[str]:
+    """Kernels that spill, from what ptxas printed between the markers of the models."""
+    wrong, model, kernel = [], "", ""
+    for line in output.splitlines():
+        if line.startswith("== "):
+            model = line[3:]
+        elif match := KERNEL.search(line):
+            kernel = match[1]
+        elif (match := SPILLS.search(line)) and kernel:
+            if int(match[1]) > KNOWN_SPILLS.get(model, 0):
+                wrong.append(f"{model}: {kernel} spills {match[1]} bytes")
+            kernel = ""
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only models whose name contains this; 'step' for the decode step")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is not None:
+        wrong = [] if args.only == "step" else compile_kernels(args.only)
+        wrong += compile_step(args.child) if args.only in ("", "step") else []
+        print("".join(f"wrong: {line}\n" for line in wrong), flush=True)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        # ptxas reports to the standard error of the process that compiles.
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+            "MOSAIC_GPU_DUMP_PTXAS": "1",
+            "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*step_decode.*",
+        }
+        command = [sys.executable, __file__, "--child", folder, "--only", args.only]
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+    wrong = find_spills(done.stdout) + re.findall(r"^wrong: (.*)", done.stdout, re.MULTILINE)
+    print("\n".join(line for line in done.stdout.splitlines() if line.startswith("== ")))
+    if done.returncode:
+        print(done.stdout[-3000:])
+        wrong.append(f"the compiling process ended with {done.returncode}")
+    print("\n".join(wrong) or "no spills, caches in place, one graph")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Layers of a decode step of few rows run as the kernels of few rows, on a GPU that has them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvllm.attention_metadata import AttentionMetadata
+from jaxvllm.layers.parameter import bind, param_specs
+from jaxvllm.models.registry import get_model_class
+from jaxvllm.weights.dummy import dummy_params
+from tests.models.test_models import config_of
+from tests.pallas_kernels.test_mosaic_lowering import KERNEL
+
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64, "dtype": "bfloat16", "sliding_window": None}
+ROWS = 8
+NO_SOFT_CAP = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+
+
+def lowered_kernels(architecture: str, num_rows: int) -> int:
+    """Kernels in two layers and what surrounds them."""
+    config = config_of(architecture, num_hidden_layers=2, **SIZES, **NO_SOFT_CAP)
+    model = get_model_class(architecture)(config, unroll_layers=True)
+
+    def forward(params, ids, kv_cache, metadata):
+        metadata = metadata.with_work(config.num_heads, config.num_kv_heads, 16)
+        return bind(model, params)(ids, ids, kv_cache, metadata)
+
+    params = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in param_specs(model).items()}
+    cache = jax.ShapeDtypeStruct((2, 11, 2, config.num_kv_heads, 16, config.head_dim), jnp.bfloat16)
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    arrays = (ints(num_rows), ints(num_rows, 5), ints(num_rows), ints(num_rows + 1), ints(), ints(), ints())
+    metadata = AttentionMetadata(*arrays, kind="decode", backend="mosaic_gpu")
+    traced = jax.jit(forward, donate_argnums=2).trace(params, ints(num_rows), cache, metadata)
+    return len(KERNEL.findall(traced.lower(lowering_platforms=("cuda",)).as_text()))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kernels_of_products"),
+    [
+        ("Qwen3ForCausalLM", 1 + 3),  # sizes that are cut differently: a kernel each
+        ("Gemma3ForCausalLM", 1 + 1 + 2),
+        ("OPTForCausalLM", 1 + 1 + 2),
+    ],
+)
+def test_eight_rows_run_as_kernels_and_more_rows_as_xla_makes_them(architecture, kernels_of_products):
+    attention = 2  # the write and the attention; the layers are lowered once, so count one of them
+    assert lowered_kernels(architecture, ROWS) == attention + kernels_of_products
+    assert lowered_kernels(architecture, 2 * ROWS) == attention
+
+
+def test_a_step_through_the_kernels_is_the_step_of_the_reference():
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = config_of("Qwen3ForCausalLM", **{**SIZES, **sizes, "num_hidden_layers": 1})
+    model = get_model_class("Qwen3ForCausalLM")(config, unroll_layers=True)
+    params = dummy_params(param_specs(model))
+    lens = np.array([5, 16, 31, 0, 0, 0, 0, 0], np.int32)
+    tables = np.zeros((ROWS, 2), np.int32)
+    tables[:3] = [[1, 0], [2, 0], [3, 4]]
+    slots = np.array([16 + 4, 32 + 15, 64 + 14, 0, 0, 0, 0, 0], np.int32)
+    starts = np.minimum(np.arange(ROWS + 1), 3).astype(np.int32)
+    shape = (1, 5, 2, config.num_kv_heads, 16, config.head_dim)
+    cache = np.asarray(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16))
+
+    def run(backend):
+        count = np.int32(3)
+        metadata = AttentionMetadata(slots, tables, lens, starts, count, count, count, "decode", backend)
+
+        def forward(params, ids, kv_cache, metadata):
+            metadata = metadata.with_work(config.num_heads, config.num_kv_heads, 16)
+            return bind(model, params)(ids, lens, kv_cache, metadata)[0]
+
+        ids = np.arange(ROWS, dtype=np.int32) + 3
+        return np.asarray(jax.jit(forward)(params, ids, cache, metadata)[:3], np.float32)
+
+    got, want = run("mosaic_gpu_interpret"), run("reference")
+    assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)

@@ -1,0 +1,35 @@
+"""The check of what the compiler makes of the kernels for an H200."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_for_h200.py"
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("compile_for_h200", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_spills_are_found_and_named():
+    output = """== llama mixed
+ptxas info    : Function properties for paged_decode_mosaic_gpu_kernel
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Function properties for paged_prefill_mosaic_gpu_kernel
+    16 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads
+== done in 2.0 s"""
+    assert load().find_spills(output) == ["llama mixed: paged_prefill_mosaic_gpu_kernel spills 12 bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs jax-cuda13-plugin and ptxas")
+def test_nothing_spills_caches_stay_in_place_and_a_step_is_one_graph():
+    environment = {"PYTHONPATH": str(SCRIPT.parents[1]), "PATH": str(Path(sys.executable).parent)}
+    done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
