@@ -153,7 +153,7 @@ def _add_middleware(app: FastAPI, serving: Serving) -> None:
     for path in config.middleware:
         found = find_middleware(path)
         if inspect.isclass(found):
-            app.add_middleware(found)
+            app.add_middleware(found)  # pyright: ignore[reportArgumentType]  # ASGI, or its own error says otherwise
         else:
             app.add_middleware(BaseHTTPMiddleware, dispatch=found)
     if config.api_keys:

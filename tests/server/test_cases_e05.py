@@ -76,11 +76,12 @@ async def burst(port: int) -> None:
 
 def test_e05_requests_of_clients_that_left_are_gone_within_a_second_and_the_others_are_right(slow_server: Server):
     slow_server.wait_until_idle()
+    time.sleep(0.3)  # the last connections are closed
     sockets = open_sockets(slow_server.process.pid)
     asyncio.run(burst(slow_server.port))
     slow_server.wait_until_idle(limit_s=1.0)
-    time.sleep(0.2)
-    assert open_sockets(slow_server.process.pid) == sockets
+    time.sleep(0.3)
+    assert open_sockets(slow_server.process.pid) <= sockets
     assert slow_server.get("/load").json() == {"server_load": 0}
 
 

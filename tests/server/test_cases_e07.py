@@ -16,8 +16,9 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def tiny(model_folder) -> Iterator[Server]:
-    limits = ("--max-model-len", "64", "--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--block-size", "16")
-    with running_server(model_folder, "", "--load-format", "dummy", *limits) as server:
+    limits = ("--max-model-len", "64", "--max-num-seqs", "4", "--max-num-batched-tokens", "16")
+    few_programs = ("--bucket-policy", "one_shape", "--block-size", "16")
+    with running_server(model_folder, "", "--load-format", "dummy", *limits, *few_programs) as server:
         yield server
 
 

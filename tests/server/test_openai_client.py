@@ -18,9 +18,9 @@ GREEDY = {"model": "smol", "temperature": 0}
 
 @pytest.fixture(scope="module")
 def smol() -> Iterator[Server]:
-    # Few sizes of steps: few programs to compile.
-    limits = ("--max-model-len", "512", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")
-    options = ("--served-model-name", "smol", *limits, "--api-key", "secret", "other")
+    # One size of step: few programs to compile.
+    limits = ("--max-num-seqs", "4", "--max-num-batched-tokens", "40", "--bucket-policy", "one_shape")
+    options = ("--served-model-name", "smol", *limits, "--max-model-len", "512", "--api-key", "secret", "other")
     with running_server(None, "", *options) as server:
         yield server
 
@@ -112,6 +112,7 @@ def test_answers_in_a_schema_and_calls_of_tools(client):
         assert json.loads(arguments) == json.loads(call.function.arguments)
 
 
+@pytest.mark.slow  # with the tiny model in test_cases_e07.py
 def test_seed_stop_and_n(client):
     def texts(**fields) -> list[str]:
         answer = client.chat.completions.create(model="smol", messages=QUESTION, max_tokens=12, **fields)
