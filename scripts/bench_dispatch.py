@@ -1,6 +1,6 @@
 """What the host pays to dispatch one decode step, and which form of the program makes it pay less.
 
-    python scripts/bench_dispatch.py --out scripts/results/h200/dispatch.json      # under a minute on one H200
+    python scripts/bench_dispatch.py --out scripts/results/h200/dispatch.json      # some 90 s on one H200
     python scripts/bench_dispatch.py --model tiny                                  # a CPU: the call paths alone
 
 Each variant of the step is timed three ways. idle: the host time of a dispatch when the device has nothing to do. busy:

@@ -86,6 +86,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-blocks", type=int, default=60_000, help="of the KV pool, 16 tokens each")
     parser.add_argument("--host-ms", type=float, default=0.5, help="time of the host a step")
     parser.add_argument("--padding-price", type=float, default=1.0, help="see scheduler.tuning.TuningOptions")
+    parser.add_argument("--prior-share", type=float, default=0.01, help="see scheduler.tuning.TuningOptions")
     parser.add_argument("--rounds", type=int, default=2, help="tune, simulate the tuned policy, and tune again")
     parser.add_argument("--json", type=Path, help="write the table here")
     parser.set_defaults(run=run_tune)
@@ -168,7 +169,9 @@ def run_tune(args: argparse.Namespace) -> int:
     speedup, before = load(base, args.speedup)
     report, policy = before, base
     for _ in range(args.rounds):
-        options = TuningOptions(max_programs=args.max_programs, padding_price=args.padding_price)
+        options = TuningOptions(
+            max_programs=args.max_programs, padding_price=args.padding_price, prior_share=args.prior_share
+        )
         policy = tune(report.step_shapes, cost, *_sizes(limits), options)
         speedup, report = load(policy, speedup)
     reports = {"powers_of_two": before, "tuned": report}

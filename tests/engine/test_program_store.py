@@ -81,7 +81,7 @@ def test_the_steps_of_a_runner_come_back_whole_with_donation_and_the_same_tokens
         return loop.run()["a"]
 
     first = make_runner(LIMITS, POLICY, 17, store=store)
-    assert set(first.warm_up()) == set(POLICY.keys())
+    assert set(first.warm_up()) >= set(POLICY.keys())
     expected = tokens(first)
     second = make_runner(LIMITS, POLICY, 17, store=store, strict_compile=True)
     pool = second.kv_cache
