@@ -4,8 +4,8 @@
     PYTHONPATH=. python scripts/compile_for_h200.py [--only NAME]
 
 For every model of pallas_kernels.arg_specs and the few-row products of its layers: no kernel spills registers (but for
-what KNOWN_SPILLS says), and the KV cache that is donated is the one that comes back. For whole decode steps, of few rows
-and of many: all of it is one command buffer (a CUDA graph). Exits with 1 otherwise.
+what KNOWN_SPILLS says), and the KV cache that is donated is the one that comes back. For whole decode steps, of few
+rows and of many: all of it is one command buffer (a CUDA graph). Exits with 1 otherwise.
 """
 
 import argparse
