@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_matmul import seconds_a_call
+from row_kernels import add_rms_norm, silu_and_mul
 
 from jaxvllm.compile_cache import compiler_options
 from pallas_kernels import rms_norm
-from pallas_kernels.row_ops import add_rms_norm, silu_and_mul
 
 COUNT = 16
 HIDDEN, FFN = 1024, 3072

@@ -3,9 +3,9 @@
     pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
     PYTHONPATH=. python scripts/compile_for_h200.py [--only NAME]
 
-For every model of pallas_kernels.arg_specs: no kernel spills registers (but for what KNOWN_SPILLS says), and the KV
-cache that is donated is the one that comes back. For a whole decode step: all of it is one command buffer (a CUDA
-graph). Exits with 1 otherwise.
+For every model of pallas_kernels.arg_specs and the few-row products of its layers: no kernel spills registers (but for
+what KNOWN_SPILLS says), and the KV cache that is donated is the one that comes back. For whole decode steps, of few
+rows and of many: all of it is one command buffer (a CUDA graph). Exits with 1 otherwise.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 # What the compiler has to know of the card.
 TARGET = """
@@ -90,8 +91,36 @@ def compile_kernels(only: str) -> list[str]:
     return wrong
 
 
+def compile_products(only: str) -> None:
+    """Compile the few-row products of each layer, alone and, where one kernel takes them, after each other."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import FEW_ROWS, make_arrivals, matmul_stages, prefers_matmul_kernel
+    from pallas_kernels.arg_specs import LAYER_SHAPES, layer_stages
+
+    device = _device()
+
+    def call(x, stages, residual):
+        return matmul_stages(x, stages, residual, make_arrivals("mosaic_gpu"), backend="mosaic_gpu")
+
+    for shape in LAYER_SHAPES:
+        stages = layer_stages(shape, has_bias=True)
+        chains = [(name,) for name in stages] + [("o", "gate_up", "down")]
+        for chain in chains:
+            name = f"{shape.name} products {'+'.join(chain)}"
+            of_chain = tuple(stages[part] for part in chain)
+            x: Any = jax.ShapeDtypeStruct((FEW_ROWS, of_chain[0].weight.shape[-1]), jnp.bfloat16)
+            if only not in name or not prefers_matmul_kernel(x, of_chain, "mosaic_gpu"):
+                continue
+            print(f"== {name}", flush=True)
+            residual = jax.ShapeDtypeStruct((FEW_ROWS, shape.hidden), jnp.bfloat16)
+            specs = jax.tree.map(lambda x: _on(device, x), (x, of_chain, residual if chain != ("qkv",) else None))
+            jax.jit(call).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
+
+
 def compile_step(folder: Path) -> list[str]:
-    """Compile a whole decode step of a model; what is wrong, in words."""
+    """Compile whole decode steps of a model, few rows and many; what is wrong, in words."""
     from jaxvllm.compile_cache import compiler_options
     from jaxvllm.kv_cache import KVCacheSpec
     from jaxvllm.layers.parameter import bind, param_shapes, param_specs
@@ -115,15 +144,19 @@ def compile_step(folder: Path) -> list[str]:
         RunnerConfig(limits, powers_of_two(64, 2048), spec, config.num_heads, "mosaic_gpu", mesh),
     )
     runner.set_num_blocks(4096)
-    key = BucketKey("decode", 64, 64)
-    runner._lower_step(key).compile(compiler_options("gpu"))
-    sequences = list(folder.glob("*step_decode*thunk_sequence_after_thunk_passes*"))
-    if not sequences:
-        return ["decode step: the compiler wrote no thunk sequence"]
-    kinds = re.findall(r"^\d+: (\w+)", sequences[0].read_text(), re.MULTILINE)
-    outside = [kind for kind in kinds if kind != "kCommandBuffer"]
-    print(f"== thunks: {kinds}", flush=True)
-    return [] if kinds == ["kCommandBuffer"] else [f"decode step: {len(outside)} thunks outside its graph: {outside}"]
+    wrong = []
+    for rows in (8, 64):
+        runner._lower_step(BucketKey("decode", rows, rows)).compile(compiler_options("gpu"))
+        sequences = list(folder.glob("*step_decode*thunk_sequence_after_thunk_passes*"))
+        if not sequences:
+            return [*wrong, f"decode step of {rows} rows: the compiler wrote no thunk sequence"]
+        newest = max(sequences, key=lambda path: path.stat().st_mtime_ns)
+        kinds = re.findall(r"^\d+: (\w+)", newest.read_text(), re.MULTILINE)
+        print(f"== thunks of {rows} rows: {kinds}", flush=True)
+        if kinds != ["kCommandBuffer"]:
+            outside = [kind for kind in kinds if kind != "kCommandBuffer"]
+            wrong.append(f"decode step of {rows} rows: {len(outside)} thunks outside its graph: {outside}")
+    return wrong
 
 
 def _device():
@@ -159,7 +192,10 @@ def main() -> int:
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
-        wrong = [] if args.only == "step" else compile_kernels(args.only)
+        wrong = []
+        if args.only != "step":
+            compile_products(args.only)
+            wrong = compile_kernels(args.only)
         wrong += compile_step(args.child) if args.only in ("", "step") else []
         print("".join(f"wrong: {line}\n" for line in wrong), flush=True)
         return 0

@@ -1,6 +1,7 @@
 """Operations on each row of many: residual sum with RMSNorm, and silu-and-mul, as Pallas Mosaic GPU kernels.
 
-A thread block takes a row at a time and keeps it in registers.
+Candidates that scripts/bench_rows.py measures against what XLA makes; no layer uses them. A thread block takes a row at
+a time and keeps it in registers.
 """
 
 import functools
