@@ -55,7 +55,8 @@ def start(args: argparse.Namespace) -> LLMEngine:
         folder = workloads.write_config(args.model)
     sizes = {"max_num_seqs": args.requests, "max_model_len": args.context + args.steps + 64}
     if args.device == "gpu":
-        sizes |= {"dtype": "bfloat16", "max_num_batched_tokens": 8192}
+        # The limits of bench_throughput.py, whose programs serve here too if they were kept.
+        sizes = {"dtype": "bfloat16", "max_model_len": 16384, "gpu_memory_utilization": 0.85}
     return LLMEngine.from_engine_args(
         EngineArgs(
             folder,
