@@ -11,7 +11,13 @@ from pallas_kernels.decode import paged_decode
 from pallas_kernels.prefill import paged_prefill
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm, norm_and_rotate
-from pallas_kernels.tuning import MAX_PREFERRED_WEIGHTS, AttentionConfig, attention_config, matmul_config
+from pallas_kernels.tuning import (
+    MAX_PREFERRED_INPUT,
+    MAX_PREFERRED_WEIGHTS,
+    AttentionConfig,
+    attention_config,
+    matmul_config,
+)
 from pallas_kernels.validation import Backend, Kind
 from pallas_kernels.work_lists import AttentionWork, cut_attention_work
 
@@ -242,7 +248,7 @@ def prefers_matmul_kernel(x: jax.Array, stages: tuple[MatmulStage, ...], backend
     """Whether matmul_stages of a backend can run these and was measured to be faster than what XLA makes of them."""
     if backend == "reference" or skinny_matmul.unsupported_reason(x, stages) is not None:
         return False
-    return sum(stage.weight.size for stage in stages) <= MAX_PREFERRED_WEIGHTS
+    return x.shape[-1] <= MAX_PREFERRED_INPUT and sum(stage.weight.size for stage in stages) <= MAX_PREFERRED_WEIGHTS
 
 
 def matmul_stages(
