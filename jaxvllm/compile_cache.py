@@ -28,26 +28,8 @@ class SamplingStep:
         return f"{self.bucket} with sampling"
 
 
-@dataclass(frozen=True)
-class WritePlan:
-    """The program that copies a plan of `size` numbers to the place where steps read it."""
-
-    size: int
-
-
-@dataclass(frozen=True)
-class CopyOutput:
-    """The program that copies what a step of `rows` rows gave from the place where steps leave it."""
-
-    rows: int
-
-
 ProgramKey = (
-    BucketKey
-    | SamplingStep
-    | WritePlan
-    | CopyOutput
-    | Literal["admit", "masks", "admit_lists", "admit_history", "logprobs", "dense_logprobs"]
+    BucketKey | SamplingStep | Literal["admit", "masks", "admit_lists", "admit_history", "logprobs", "dense_logprobs"]
 )
 
 

@@ -33,7 +33,6 @@ from jaxvllm.program_store import ProgramStore
 from jaxvllm.sampling import load_logits_processors
 from jaxvllm.weights.dummy import dummy_params
 from jaxvllm.weights.load import load_params
-from pallas_kernels.tuning import NUM_SMS
 from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketPolicy
 from scheduler.outputs import SchedulerOutput
@@ -196,7 +195,6 @@ def _make_runner(
             has_dense_logprobs=needs_dense_logprobs(config.max_logprobs),
             processors=processors,
             splits_sampling=config.device == "cpu",
-            fixed_places=config.device == "gpu",
             strict_compile=compiling.strict,
             store=ProgramStore(Path(compiling.store_folder or "")) if has_store else None,
             model=(model_config, compiling.xla_flags),
@@ -221,10 +219,6 @@ def _lowering_processes(
     """Processes that lower the steps of a GPU; none run before the first step has to be lowered."""
     if config.device == "cpu" or runner_config.processors:  # custom processors need not exist in another process
         return nullcontext()
-    if getattr(jax.devices()[0], "core_count", None) != NUM_SMS:
-        return (
-            nullcontext()
-        )  # kernels are cut for the device of the process that lowers them, or without one for an H200
     # Neither a mesh nor a store can travel.
     task = LoweringTask(
         model_config, replace(runner_config, mesh=None, store=None), platform="cuda", unroll_layers=True

@@ -14,15 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxvllm.compile_cache import (
-    CompileCache,
-    CopyOutput,
-    ProgramKey,
-    SamplingStep,
-    StoredPrograms,
-    WritePlan,
-    compiler_options,
-)
+from jaxvllm.compile_cache import CompileCache, ProgramKey, SamplingStep, StoredPrograms, compiler_options
 from jaxvllm.device_state import DeviceState
 from jaxvllm.kv_cache import KVCacheSpec
 from jaxvllm.lowering import LoweringProcesses, import_step
@@ -33,7 +25,6 @@ from jaxvllm.step import (
     Model,
     Params,
     StepFunction,
-    StepOutput,
     admit_history_step,
     admit_lists_step,
     admit_step,
@@ -45,7 +36,6 @@ from jaxvllm.step_handle import StepHandle
 from pallas_kernels import Backend
 from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketKey, BucketPolicy
-from scheduler.logprob_columns import LOGPROBS_WIDTH
 from scheduler.logprob_plan import POSITION_FIELDS, LogprobPlan
 from scheduler.plan import ADMITS_PER_STEP, MASKS_PER_WRITE, PlanLayout, StepPlan, admit_width
 from scheduler.side_buffers import HISTORY_HEADER, HISTORY_PIECE, HISTORY_PIECES_PER_CALL, LISTS_PER_CALL
@@ -75,9 +65,6 @@ class RunnerConfig:
       processors: custom logits processors, those of `limits`.
       splits_sampling: compile a bucket twice, with and without sampling, when each is needed first: for a CPU, where
         nothing is compiled ahead. Otherwise a bucket's one program does both.
-      fixed_places: a step reads its plan and leaves its output where the step before did, and two small programs copy
-        them there and from there. No address in the step's CUDA graph ever changes then; otherwise the graph is updated
-        and sent to the GPU anew in every step. For GPUs.
       strict_compile: a compile while serving is an error.
       num_compile_threads: used by warm_up, at most one a CPU.
       store: keeps programs from one start to the next; None keeps none.
@@ -94,7 +81,6 @@ class RunnerConfig:
     has_dense_logprobs: bool = False
     processors: tuple[LogitsProcessor, ...] = ()
     splits_sampling: bool = True
-    fixed_places: bool = False
     strict_compile: bool = False
     num_compile_threads: int = MAX_COMPILE_THREADS
     store: ProgramStore | None = None
@@ -126,8 +112,6 @@ class ModelRunner:
         self._param_shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params)
         self._num_blocks = 0
         self._lowering: LoweringProcesses | None = None
-        self._plans: dict[int, jax.Array] = {}
-        self._outputs: dict[int, StepOutput] = {}
         self.kv_cache: jax.Array | None = None
         self.device_state: DeviceState | None = None
         mesh = config.mesh or make_mesh(jax.devices())
@@ -170,11 +154,6 @@ class ModelRunner:
         self.kv_cache = self.device_state = None  # there is no room for two pools
         self.kv_cache = self.config.kv_cache.allocate(num_blocks, self._pool_sharding)
         self.device_state = DeviceState.zeros(self.config.limits, self._replicated, self._hidden)
-        if self.config.fixed_places:
-            shapes = {key.size: self._host_array(key.size) for key in self._copies() if isinstance(key, WritePlan)}
-            self._plans = jax.tree.map(self._zeros, shapes)
-            rows = [key.rows for key in self._copies() if isinstance(key, CopyOutput)]
-            self._outputs = {num: jax.tree.map(self._zeros, self._output_shapes(num)) for num in rows}
 
     def program_keys(self) -> list[ProgramKey]:
         """All programs that serving can need, in the fixed order of lowering."""
@@ -182,8 +161,6 @@ class ModelRunner:
         keys: list[ProgramKey] = list(buckets)
         if self.config.splits_sampling:
             keys += [SamplingStep(bucket) for bucket in buckets]
-        if self.config.fixed_places:
-            keys += self._copies()
         if self.config.limits.max_num_seqs > ADMITS_PER_STEP:
             keys.append("admit")
         if self.config.limits.vocab_size:
@@ -228,19 +205,8 @@ class ModelRunner:
                 self.device_state = self.programs.get(key)(self.device_state, buffer)
         is_split = self.config.splits_sampling and not plan.is_plain
         program = self.programs.get(SamplingStep(plan.key) if is_split else plan.key)
-        output = self._run(program, plan)
+        output, self.kv_cache, self.device_state = program(self._params, self.kv_cache, self.device_state, plan.buffer)
         return StepHandle(output, plan, *self._compute_logprobs(plan.logprobs))
-
-    def _run(self, program: jax.stages.Compiled, plan: StepPlan) -> StepOutput:
-        args = (self._params, self.kv_cache, self.device_state)
-        if not self.config.fixed_places:
-            output, self.kv_cache, self.device_state = program(*args, plan.buffer)
-            return output
-        size, rows = plan.buffer.size, plan.key.R
-        self._plans[size] = self.programs.get(WritePlan(size))(self._plans[size], plan.buffer)
-        output, self.kv_cache, self.device_state = program(*args, self._plans[size], self._outputs[rows])
-        self._outputs[rows] = output
-        return self.programs.get(CopyOutput(rows))(output)
 
     def _compute_logprobs(self, plan: LogprobPlan | None) -> tuple[list[jax.Array], list[jax.Array]]:
         """Dispatch the logprobs programs for the step just dispatched, before the next one takes its hidden states."""
@@ -263,19 +229,14 @@ class ModelRunner:
     @cached_property
     def _fixed_parts(self) -> dict[str, str]:
         """What all programs of this runner depend on, besides code and libraries."""
-        names = ("limits", "kv_cache", "num_heads", "backend", "hidden_size", "splits_sampling", "fixed_places")
-        parts = {name: getattr(self.config, name) for name in (*names, "model")} | describe_devices(self._devices)
+        names = ("limits", "kv_cache", "num_heads", "backend", "hidden_size", "splits_sampling", "model")
+        parts = {name: getattr(self.config, name) for name in names} | describe_devices(self._devices)
         parts |= {"params": self._param_shapes, "options": self._compiler_options, "hidden": self._hidden}
         return {name: repr(part) for name, part in parts.items()}
 
     def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
         if isinstance(key, BucketKey | SamplingStep):
             return self._lower_step(key)
-        if isinstance(key, WritePlan):
-            jitted = jax.jit(_write, donate_argnums=0, keep_unused=True, out_shardings=self._replicated)
-            return jitted.lower(self._host_array(key.size), self._host_array(key.size))
-        if isinstance(key, CopyOutput):
-            return jax.jit(_copy, out_shardings=self._replicated).lower(self._output_shapes(key.rows))
         if key in ("logprobs", "dense_logprobs"):
             return self._lower_logprobs(is_dense=key == "dense_logprobs")
         limits = self.config.limits
@@ -309,14 +270,7 @@ class ModelRunner:
         step = make_step(
             self._bind, bucket, layout, config.backend, config.num_heads, config.processors, is_plain=is_plain
         )
-        args = (self._param_shapes, kv_cache, self._state_shapes(), self._host_array(layout.size))
-        if not config.fixed_places:
-            return step, args
-
-        def step_in_place(*args: Any) -> tuple[StepOutput, jax.Array, DeviceState]:
-            return step(*args[:-1])  # the last one is donated: its memory takes the output
-
-        return step_in_place, (*args, self._output_shapes(bucket.R))
+        return step, (self._param_shapes, kv_cache, self._state_shapes(), self._host_array(layout.size))
 
     def _lower_step(self, key: BucketKey | SamplingStep) -> jax.stages.Lowered:
         step, args = self.step_and_args(key)
@@ -328,32 +282,8 @@ class ModelRunner:
         if self.config.store is not None:
             step.__name__ += f"_{self._fingerprint(key)[:8]}"
         out_shardings = (self._replicated, self._pool_sharding, self._replicated)
-        donated = (1, 2, 4) if self.config.fixed_places else (1, 2)
-        return jax.jit(step, donate_argnums=donated, keep_unused=True, out_shardings=out_shardings).lower(*args)
-
-    def _copies(self) -> list[WritePlan | CopyOutput]:
-        """The programs that fixed_places needs."""
-        buckets, limits = self.config.policy.keys(), self.config.limits
-        sizes = sorted({PlanLayout.make(bucket, limits).size for bucket in buckets})
-        return [WritePlan(size) for size in sizes] + [CopyOutput(rows) for rows in sorted({b.R for b in buckets})]
-
-    def _output_shapes(self, num_rows: int) -> StepOutput:
-        shapes: Any = self._host_array(num_rows), self._host_array(num_rows, LOGPROBS_WIDTH)
-        return StepOutput(*shapes)
-
-    def _zeros(self, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+        return jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(*args)
 
     def _host_array(self, *shape: int) -> jax.ShapeDtypeStruct:
         """An int32 array that comes from the host with every step."""
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._replicated)
-
-
-def _write(old: jax.Array, new: jax.Array) -> jax.Array:
-    """The new numbers; jitted with `old` donated they lie where the old ones did."""
-    del old
-    return new
-
-
-def _copy(output: StepOutput) -> StepOutput:
-    return jax.tree.map(jnp.copy, output)

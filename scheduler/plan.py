@@ -24,7 +24,6 @@ MASKS_PER_WRITE = 8
 HEADER = ("num_tokens", "num_reqs", "num_decodes", "num_admits", "num_appends")
 # XLA hands a kernel a slice of the buffer without copying it, and GPU kernels want 256 bytes of alignment.
 FIELD_ALIGNMENT = 64
-_MIN_SIZE = 1024  # sizes are powers of two: the programs that copy buffers are made by size
 ON_DEVICE = -1  # in input_ids: the token is the one that the row sampled last
 
 
@@ -69,7 +68,7 @@ class PlanLayout:
             length = math.prod(shape)
             fields[name] = (slice(offset, offset + length), shape)
             offset += -(-length // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
-        return cls(fields, max(_MIN_SIZE, 1 << (offset - 1).bit_length()))
+        return cls(fields, offset)
 
     def unpack(self, buffer: Any) -> dict[str, Any]:
         """The fields of a buffer: views of a NumPy buffer, static slices of a traced one."""

@@ -54,26 +54,10 @@ def runner() -> ModelRunner:
 
 def run(runner: ModelRunner, chunk=1000, depth=1, prompts=PROMPTS) -> dict[str, list[int]]:
     runner.initialize_kv_cache(300)
-    return run_again(runner, chunk, depth, prompts)
-
-
-def run_again(runner: ModelRunner, chunk=1000, depth=1, prompts=PROMPTS) -> dict[str, list[int]]:
     loop = Loop(LIMITS, POLICY, runner, chunk)
     for request_id, prompt in prompts.items():
         loop.add(request_id, prompt, 9)
     return loop.run(depth)
-
-
-def test_fixed_places_change_no_token_and_no_address(expected):
-    runner = make_runner(LIMITS, POLICY, 300, fixed_places=True)
-    assert run(runner, chunk=7, depth=2) == expected
-
-    def addresses() -> list[int]:
-        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves((runner._plans, runner._outputs))]
-
-    before = addresses()
-    assert run_again(runner) == expected
-    assert addresses() == before
 
 
 @pytest.mark.parametrize(("chunk", "depth"), [(1000, 1), (3, 1), (7, 2)])
@@ -157,7 +141,7 @@ def test_after_warm_up_nothing_compiles_and_strict_mode_refuses_what_is_missing(
         loop = Loop(limits, policy, runner)
         loop.add("a", [1, 2], 2)
         loop.run()
-    assert set(runner.warm_up()) == set(runner.program_keys()) > set(policy.keys())
+    assert list(runner.warm_up()) == runner.program_keys() and set(policy.keys()) < set(runner.program_keys())
     assert list(runner.warm_up()) == []
     loop = Loop(limits, policy, runner)
     loop.add("a", [1, 2], 3)
@@ -203,7 +187,7 @@ def test_what_the_compiler_says_about_workspace_is_kept(runner):
 def test_another_size_of_the_pool_drops_the_programs_made_for_the_first():
     limits, policy = BatchLimits(2, 32, 4), one_shape(2, 16)
     runner = make_runner(limits, policy, 17)
-    assert set(runner.warm_up()) == set(runner.program_keys()) > set(policy.keys())
+    assert list(runner.warm_up()) == runner.program_keys() and set(policy.keys()) < set(runner.program_keys())
     runner.set_num_blocks(17)
     assert runner.programs.programs()
     runner.initialize_kv_cache(19)
