@@ -33,6 +33,7 @@ from jaxvllm.program_store import ProgramStore
 from jaxvllm.sampling import load_logits_processors
 from jaxvllm.weights.dummy import dummy_params
 from jaxvllm.weights.load import load_params
+from pallas_kernels.tuning import NUM_SMS
 from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketPolicy
 from scheduler.outputs import SchedulerOutput
@@ -218,6 +219,9 @@ def _lowering_processes(
 ) -> AbstractContextManager[LoweringProcesses | None]:
     """Processes that lower the steps of a GPU; none run before the first step has to be lowered."""
     if config.device == "cpu" or runner_config.processors:  # custom processors need not exist in another process
+        return nullcontext()
+    # Kernels are cut for the device of the process that lowers them, and without one for an H200.
+    if getattr(jax.devices()[0], "core_count", None) != NUM_SMS:
         return nullcontext()
     # Neither a mesh nor a store can travel.
     task = LoweringTask(

@@ -63,7 +63,15 @@ class Loop:
         self.runner = ModelRunner(
             lambda traced: bind(model, traced),  # type: ignore[arg-type]
             params,
-            RunnerConfig(self.limits, policy, spec, config.num_heads, backend),
+            RunnerConfig(
+                self.limits,
+                policy,
+                spec,
+                config.num_heads,
+                backend,
+                hidden_size=config.hidden_size,
+                splits_sampling=False,
+            ),
         )
         self.runner.initialize_kv_cache(blocks)
         self.planner = Planner(self.limits, policy, seed=0)

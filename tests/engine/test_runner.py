@@ -141,7 +141,8 @@ def test_after_warm_up_nothing_compiles_and_strict_mode_refuses_what_is_missing(
         loop = Loop(limits, policy, runner)
         loop.add("a", [1, 2], 2)
         loop.run()
-    assert list(runner.warm_up()) == runner.program_keys() and set(policy.keys()) < set(runner.program_keys())
+    # They come in the order in which they are ready.
+    assert set(runner.warm_up()) == set(runner.program_keys()) > set(policy.keys())
     assert list(runner.warm_up()) == []
     loop = Loop(limits, policy, runner)
     loop.add("a", [1, 2], 3)
@@ -187,7 +188,8 @@ def test_what_the_compiler_says_about_workspace_is_kept(runner):
 def test_another_size_of_the_pool_drops_the_programs_made_for_the_first():
     limits, policy = BatchLimits(2, 32, 4), one_shape(2, 16)
     runner = make_runner(limits, policy, 17)
-    assert list(runner.warm_up()) == runner.program_keys() and set(policy.keys()) < set(runner.program_keys())
+    # They come in the order in which they are ready.
+    assert set(runner.warm_up()) == set(runner.program_keys()) > set(policy.keys())
     runner.set_num_blocks(17)
     assert runner.programs.programs()
     runner.initialize_kv_cache(19)
