@@ -78,14 +78,14 @@ def test_an_exported_step_keeps_kernels_and_donation():
     # Where shapes have shardings, JAX lowers the first layer, whose inputs have them, apart from the others.
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
 
-    def kernels_and_donations(function) -> tuple[set[str], int]:
+    def kernels_and_donations(function) -> tuple[int, int]:
         traced = jax.jit(function, donate_argnums=(1, 2)).trace(*args)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         main = re.search(r"func.func public @main\((.*?)\) ->", text, re.S)
         assert main is not None
         donated = len(re.findall("tf.aliasing_output|jax.buffer_donor", main[1]))
-        return set(re.findall(r"custom_call @mosaic_gpu\w*\(.*?kernel_hash = \"(.*?)\"", text)), donated
+        return text.count("@mosaic_gpu"), donated
 
     direct = kernels_and_donations(step)
     assert kernels_and_donations(import_step(export_step(step, args, "cuda"))) == direct
-    assert len(direct[0]) >= 2 and direct[1] == 1 + len(jax.tree.leaves(args[2]))
+    assert direct[0] >= 2 and direct[1] == 1 + len(jax.tree.leaves(args[2]))
