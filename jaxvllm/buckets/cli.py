@@ -4,7 +4,8 @@ import argparse
 import json
 import logging
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -149,9 +150,25 @@ def run_measure(args: argparse.Namespace) -> int:
 
 def run_tune(args: argparse.Namespace) -> int:
     """Tune to a trace, simulate, print both policies side by side, and save the tuned one."""
+    with _silent_scheduler():
+        return _tune(args)
+
+
+@contextmanager
+def _silent_scheduler() -> Iterator[None]:
+    """No warning for each request that fills the pool: the table counts them."""
+    scheduler = logging.getLogger("scheduler")
+    level = scheduler.level
+    scheduler.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        scheduler.setLevel(level)
+
+
+def _tune(args: argparse.Namespace) -> int:
     from jaxvllm.buckets.arrivals import scale_to_running
 
-    logging.getLogger("scheduler").setLevel(logging.ERROR)  # requests that fill the pool are counted in the table
     limits = SchedulerConfig(args.max_num_seqs, args.max_num_batched_tokens, args.max_model_len)
     base = choose_policy("powers_of_two", "gpu", limits)
     cost = load_cost_model(args.cost) if args.cost else guessed_cost(base)

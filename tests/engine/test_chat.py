@@ -109,10 +109,19 @@ def test_bytes_that_are_no_text_end_nothing(model_folder, monkeypatch, capsys, c
     assert conversations[0][-1] == ("user", "a��") and len(conversations) == 2
 
 
+# A shell starts background jobs with SIGINT ignored, and their children inherit that.
+INTERRUPTIBLE_CLI = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jaxvllm.cli import main
+sys.exit(main())
+"""
+
+
 def test_interrupt_stops_the_answer_and_not_the_program():
     with running(ttft_s=0.0, itl_s=0.05, text="x", default_tokens=1000) as server:
         process = subprocess.Popen(
-            [sys.executable, "-m", "jaxvllm.cli", "chat", "--url", server.url],
+            [sys.executable, "-c", INTERRUPTIBLE_CLI, "chat", "--url", server.url],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
