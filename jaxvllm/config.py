@@ -3,7 +3,6 @@
 The only module that reads the environment.
 """
 
-import difflib
 import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, fields
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from jaxvllm.device_probe import GpuInfo, has_cuda_plugin, has_nvidia_device, probe_gpu
-from jaxvllm.vllm_args import NOT_BUILT, reject_not_built
+from jaxvllm.vllm_args import NOT_BUILT, reject_not_built, unknown_argument
 from scheduler.config import SchedulerConfig
 
 Device = Literal["cpu", "gpu"]
@@ -210,7 +209,7 @@ class EngineArgs:
             elif name in NOT_BUILT:
                 reject_not_built(name, value)
             else:
-                raise TypeError(_unknown_argument(name, list(known)))
+                raise TypeError(unknown_argument(name, known))
         for name in known:
             value = values.get(name, getattr(type(self), name))
             object.__setattr__(self, name, os.fspath(value) if isinstance(value, os.PathLike) else value)
@@ -448,9 +447,3 @@ def _check_types(args: EngineArgs) -> None:
 
 def _words(allowed: tuple[Any, ...]) -> str:
     return ", ".join(repr(a) for a in allowed if a is not None)
-
-
-def _unknown_argument(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, [*known, *NOT_BUILT], n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"EngineArgs got an unexpected argument {name!r}.{hint}"

@@ -3,7 +3,8 @@
 A caller may pass such an argument with its default; any other value is refused by name, never ignored.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -207,3 +208,10 @@ def reject_not_built(name: str, value: Any) -> None:
         raise NotImplementedError(
             f"{name}={value!r} is not supported: only vLLM's default, {name}={default!r}, is. Leave it out."
         )
+
+
+def unknown_argument(name: str, known: Iterable[str]) -> str:
+    """The message for an argument that neither vLLM nor `known` has."""
+    close = difflib.get_close_matches(name, [*known, *NOT_BUILT], n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"EngineArgs got an unexpected argument {name!r}.{hint}"
