@@ -167,11 +167,10 @@ class InputProcessor:
         check_token_ids(ids, name, self._model.vocab_size)
 
     def _check_params(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        changed = params.changed_fields()
         for name, reason in NOT_APPLIED.items():
-            if name in changed:
+            if (value := getattr(params, name)) is not None:
                 raise NotImplementedError(
-                    f"sampling parameter {name}={changed[name]!r} is not supported ({reason}): leave it out."
+                    f"sampling parameter {name}={value!r} is not supported ({reason}): leave it out."
                 )
         self._checker.check(params)
         if params.stop and self._tokenizer is None:

@@ -271,13 +271,6 @@ class SamplingParams:
         """Whether the most likely token is taken."""
         return self.temperature < GREEDY_TEMPERATURE
 
-    def changed_fields(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, for messages and for rejecting what is not applied yet."""
-        default = SamplingParams()
-        return {
-            f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)
-        }
-
 
 def _checked_bias(bias: Any) -> dict[int, float]:
     """Token -> bias, clamped to [-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS] as in vLLM's from_optional."""
