@@ -1,6 +1,7 @@
 """What the Mosaic GPU kernels share."""
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -21,6 +22,33 @@ ATOM = 8
 LOG2E = math.log2(math.e)
 # Finite: exp2(score - max) of a masked key must be 0 and not NaN.
 MIN_SCORE = -1e30
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """What every attention kernel is compiled for.
+
+    Attributes:
+      group: query heads of a kv head.
+      dtype: of q and of the result.
+    """
+
+    num_tokens: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+    dtype: Any
+    cache_dtype: Any
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether keys and values are kept in 8 bits and widened on their way into the products."""
+        return jnp.dtype(self.cache_dtype).itemsize == 1
 
 
 def swizzled_smem(*shape: int, dtype: Any) -> Any:

@@ -5,39 +5,22 @@ Letters: N query heads  K kv heads  H head_dim  G = N / K
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import ATOM, div
+from pallas_kernels.common import ATOM, AttentionSizes, div
 from pallas_kernels.tuning import DecodeConfig
 
 
 @dataclass(frozen=True)
-class DecodeSizes:
+class DecodeSizes(AttentionSizes):
     """What a decode kernel is compiled for."""
 
-    num_kv_heads: int
-    group: int
-    head_dim: int
     num_rows: int
     num_heads: int
-    num_tokens: int
-    block_size: int
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    has_sinks: bool
-    dtype: Any  # of q and of the result
-    cache_dtype: Any
     config: DecodeConfig
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether keys and values are kept in 8 bits and widened on their way into the products."""
-        return jnp.dtype(self.cache_dtype).itemsize == 1
 
     @property
     def on_card(self) -> bool:

@@ -4,38 +4,21 @@ Letters: T tokens  N query heads  K kv heads  H head_dim  G = N / K
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import Ref, div, pl, plgpu, widened
+from pallas_kernels.common import AttentionSizes, Ref, div, pl, plgpu, widened
 from pallas_kernels.tuning import PrefillConfig
 from pallas_kernels.work_lists import tokens_per_warpgroup
 
 
 @dataclass(frozen=True)
-class PrefillSizes:
-    """What a prefill kernel is compiled for."""
+class PrefillSizes(AttentionSizes):
+    """What a prefill kernel is compiled for. With an 8-bit cache a warpgroup of its own widens the tiles."""
 
-    num_tokens: int
-    num_kv_heads: int
-    group: int
-    head_dim: int
-    block_size: int
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    has_sinks: bool
-    dtype: Any  # of q and of the result
-    cache_dtype: Any
     config: PrefillConfig
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether keys and values are kept in 8 bits; a warpgroup of its own widens them for the products."""
-        return jnp.dtype(self.cache_dtype).itemsize == 1
 
     @property
     def tokens(self) -> int:
