@@ -78,7 +78,7 @@ class LoweringProcesses:
     """Up to `limit` processes, each started when it is first needed; for any number of threads.
 
     Args:
-      environment: of the processes; see EngineConfig.lowering_environment.
+      environment: of the processes; see config.lowering_environment.
     """
 
     def __init__(self, task: LoweringTask, environment: dict[str, str], limit: int) -> None:

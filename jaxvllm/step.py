@@ -84,7 +84,7 @@ def make_step(
             device_state = device_state.admit(plan["admits"])
         device_state = device_state.append_blocks(plan["block_appends"])
         model = bind(params)
-        hidden, kv_cache = _forward(model, plan, device_state, kv_cache, key, backend, num_heads)
+        hidden, kv_cache = run_model(model, plan, device_state, kv_cache, key, backend, num_heads)
         if key.kind == "mixed":
             device_state = device_state.store_hidden(hidden)
         logits = model.compute_logits(hidden[plan["logits_indices"]])
@@ -96,7 +96,7 @@ def make_step(
     return step
 
 
-def compute_step_logits(
+def run_model(
     model: Model,
     plan: dict[str, jax.Array],
     device_state: DeviceState,
@@ -110,22 +110,8 @@ def compute_step_logits(
     Args:
       plan: the unpacked buffer.
 
-    Returns: f32[R, V] logits of each row's last token, and the cache.
+    Returns: hidden states [T, D] and the cache.
     """
-    hidden, kv_cache = _forward(model, plan, device_state, kv_cache, key, backend, num_heads)
-    return model.compute_logits(hidden[plan["logits_indices"]]), kv_cache
-
-
-def _forward(
-    model: Model,
-    plan: dict[str, jax.Array],
-    device_state: DeviceState,
-    kv_cache: jax.Array,
-    key: BucketKey,
-    backend: Backend,
-    num_heads: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Hidden states [T, D] and the cache."""
     metadata = _attention_metadata(plan, device_state, key, backend)
     metadata = metadata.with_work(num_heads, kv_cache, model.windows)
     return model(_input_ids(plan, device_state, key), plan["positions"], kv_cache, metadata)

@@ -28,7 +28,7 @@ from jaxvllm.kv_cache import KVCacheSpec
 from jaxvllm.layers.parameter import bind, param_specs
 from jaxvllm.model_source import resolve
 from jaxvllm.models.registry import get_model_class
-from jaxvllm.step import compute_step_logits
+from jaxvllm.step import run_model
 from jaxvllm.weights.dummy import dummy_params
 from pallas_kernels import Backend
 from scheduler.batch import BatchLimits
@@ -83,8 +83,8 @@ class LogitsRunner:
             state = state.admit(plan["admits"])
         state = state.append_blocks(plan["block_appends"])
         model = bind(self.model, params)
-        logits, kv_cache = compute_step_logits(model, plan, state, kv_cache, key, self.backend, self.num_heads)  # type: ignore[arg-type]
-        return logits, kv_cache, state
+        hidden, kv_cache = run_model(model, plan, state, kv_cache, key, self.backend, self.num_heads)  # type: ignore[arg-type]
+        return model.compute_logits(hidden[plan["logits_indices"]]), kv_cache, state
 
 
 def make_runners(name: str, requested: str | None, limits: BatchLimits) -> dict[str, LogitsRunner]:
