@@ -106,9 +106,13 @@ class DeviceExecutor:
     def prepare(self, keys: Iterable[ProgramKey]) -> None:
         """Load or compile programs, of buckets that the config's policy need not have: for measurements."""
         assert self.model_config is not None, "initialize comes first"
-        with _lowering_processes(self.config, self.model_config, self.runner.config) as lowering:
+        keys = list(keys)
+        with (
+            _lowering_processes(self.config, self.model_config, self.runner.config) as lowering,
+            tqdm(desc="Preparing programs", total=len(keys), unit="program") as progress,
+        ):
             for _ in self.runner.warm_up(lowering, keys):
-                pass
+                progress.update()
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle | None:
         """Plan and dispatch a step without waiting for it; None if it holds no tokens."""

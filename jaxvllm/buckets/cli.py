@@ -65,7 +65,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_measure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policies", nargs="+", default=["powers_of_two", "geometric"], help="whose buckets to time")
+    parser.add_argument("--policies", nargs="+", default=["geometric"], help="whose buckets to time")
     parser.add_argument("--out", type=Path, required=True, help="JSON of samples")
     add_engine_options(parser.add_argument_group("engine"), leave_out=("bucket_policy", "compile_ahead"))
     parser.set_defaults(run=run_measure, decode_sizes=None, mixed_sizes=None)
@@ -97,7 +97,7 @@ def run_compare(args: argparse.Namespace) -> int:
     """Compare the policies and print the table."""
     executor, num_blocks = start_executor(args)
     from jaxvllm.buckets.compare import run_policy, synthetic_workload, trace_workload
-    from jaxvllm.buckets.report import plot, table, write_json
+    from jaxvllm.buckets.report import plot, step_times, table, write_json
 
     runner, config = executor.runner, executor.config
     assert executor.model_config is not None
@@ -122,6 +122,7 @@ def run_compare(args: argparse.Namespace) -> int:
     device = runner.device_kind
     print(f"\n{args.num_requests} requests on {device}")
     print(table(results))
+    print("\nms a step by bucket, T x R\n" + step_times(results))
     if args.json:
         write_json(results, args.json, device=device, args={k: str(v) for k, v in vars(args).items() if k != "run"})
     if args.plot:

@@ -1,6 +1,7 @@
 """The comparison as a table, as JSON, and as a picture."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +24,23 @@ def table(results: Sequence[Result]) -> str:
         for r in results
     ]  # fmt: skip
     return aligned([HEAD, *rows])
+
+
+def step_times(results: Sequence[Result]) -> str:
+    """A line a policy and kind: the median step time of each bucket that ran."""
+    lines = []
+    for result in results:
+        for kind in ("decode", "mixed"):
+            buckets = sorted((size, ms) for name, ms in result.step_ms.items() for size in _sizes(name, kind))
+            if buckets:
+                times = ", ".join(f"{T} x {R}: {ms:.2f}" for (T, R), ms in buckets)
+                lines.append(f"{result.policy} {kind}: {times}")
+    return "\n".join(lines)
+
+
+def _sizes(name: str, kind: str) -> list[tuple[int, int]]:
+    """(T, R) in a bucket's name, if it is of that kind."""
+    return [(int(T), int(R)) for T, R in re.findall(rf"^{kind}\(T=(\d+), R=(\d+)\)$", name)]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -66,9 +84,10 @@ def plot(results: Sequence[Result], path: str | Path) -> None:
         axis.tick_params(axis="x", labelrotation=30)
     last = axes.flat[-1]
     for result in results:
-        sizes = sorted((int(name.split("T=")[1].split(",")[0]), ms) for name, ms in result.step_ms.items())
-        last.plot(*zip(*sizes, strict=True), marker="o", label=result.policy)
-    last.set(title="step time by bucket, ms", xlabel="T", xscale="log", yscale="log")
+        sizes = sorted((size, ms) for name, ms in result.step_ms.items() for size, _ in _sizes(name, "mixed"))
+        if sizes:
+            last.plot(*zip(*sizes, strict=True), marker="o", label=result.policy)
+    last.set(title="time of mixed steps by bucket, ms", xlabel="T", xscale="log", yscale="log")
     last.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
