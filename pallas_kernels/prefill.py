@@ -216,10 +216,13 @@ def _compute(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch
     def query_body(r: jax.Array, done: jax.Array) -> jax.Array:
         query = query_tile(sizes, inputs.tiles, r)
         plgpu.barrier_wait(scratch.q_full.at[warpgroup])
-        q_smem[...] = plgpu.load(q_in, layout=plgpu.Layout.WGMMA, optimized=False)
-        plgpu.commit_smem()
+        q = plgpu.load(q_in, layout=plgpu.Layout.WGMMA, optimized=False)
+        if not sizes.config.q_in_registers:
+            q_smem[...] = q
+            q = q_smem
+            plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.q_free.at[warpgroup])
-        out = _attend_tiles(sizes, inputs, scratch, query, warpgroup, q_smem, done)
+        out = _attend_tiles(sizes, inputs, scratch, query, warpgroup, q, done)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         o_smem[...] = out.astype(sizes.dtype)
         plgpu.commit_smem()
@@ -305,6 +308,8 @@ def _attend_tiles(
 
     def hand_over(p: jax.Array) -> jax.Array | None:
         """P for the next product: registers, or shared memory."""
+        if config.late_pack:
+            return p
         p = p.astype(dtype)
         if config.p_in_registers:
             return p
@@ -370,6 +375,7 @@ def _attend_tiles(
         def body(acc_ref: Ref) -> tuple[Any, ...]:
             scores = start_product(q_smem, k_smem.at[slot], interpret=not config.p_in_registers)
             old = acc
+            packed = p.astype(dtype) if config.late_pack else p
             if config.late_rescale:
                 old = rescaled(acc, rescale)
             start_from(acc_ref, old)
@@ -378,7 +384,7 @@ def _attend_tiles(
                 lowest_key = query.position + 1 - window
                 is_edge = jnp.logical_and(i - 1 == first, lowest_key > first * tile)
                 pl.when(is_edge)(lambda: zero_unseen_values(i - 1, lowest_key))
-            add_values(acc_ref, p, before)
+            add_values(acc_ref, packed, before)
             if config.turns:
                 plgpu.barrier_arrive(scratch.turn.at[1 - warpgroup])
             plgpu.wgmma_wait(1)
@@ -406,7 +412,7 @@ def _attend_tiles(
 
         def body(acc_ref: Ref) -> jax.Array:
             start_from(acc_ref, acc)
-            add_values(acc_ref, p, slot)
+            add_values(acc_ref, p.astype(dtype) if config.late_pack else p, slot)
             return total_of(acc_ref, acc)
 
         acc = pl.run_scoped(body, plgpu.ACC((rows, head_dim), jnp.float32))

@@ -28,13 +28,15 @@ from pallas_kernels.work_lists import make_prefill_work
 BETTER = {"late_sum": True, "late_rescale": True}
 VARIANTS = {
     "before": None,
-    "zero": {},
     "late": BETTER,
+    "qreg": BETTER | {"q_in_registers": True},
+    "qreg+cluster": BETTER | {"q_in_registers": True, "cluster": 2},
+    "zero": {},
+    "late+pack": BETTER | {"late_pack": True},
     "lazy": {"late_sum": True, "lazy_rescale": True},
     "late+lazy": BETTER | {"lazy_rescale": True},
     "turns": BETTER | {"turns": True},
     "cluster": BETTER | {"cluster": 2},
-    "cluster+lazy": BETTER | {"cluster": 2, "lazy_rescale": True},
 }
 SHAPES = (
     shapes._prefill(1, 8192, 0, 32),
