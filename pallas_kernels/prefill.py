@@ -47,8 +47,8 @@ from pallas_kernels.work_lists import ROWS_PER_WARPGROUP, PrefillWork
 _REGISTERS = {
     (2, False): (240, 32, 0),
     (2, True): (216, 24, 56),
-    (1, False): (248, 24, 0),
-    (1, True): (248, 24, 72),
+    (1, False): (256, 32, 0),
+    (1, True): (256, 24, 72),
 }
 
 # Where a maximum starts: below all real scores, and so far above hidden ones that their weights are 0 in a row that
@@ -292,10 +292,13 @@ def _attend_tiles(
             @pl.when(warpgroup == part % config.warpgroups)
             def _(part: int = part):
                 here = pl.ds(part * 64, 64)
-                values = plgpu.load(v_smem.at[slot, here], layout=wgmma)
-                key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=wgmma) + (i * tile + part * 64)
+                key = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=by_row) + (i * tile + part * 64)
                 seen = jnp.logical_and(key < query.num_keys, key >= lowest)
-                v_smem[slot, here] = jnp.where(seen, values, jnp.zeros_like(values))
+                for column in range(0, head_dim, 64):
+                    columns = pl.ds(column, 64)
+                    values = plgpu.load(v_smem.at[slot, here, columns], layout=wgmma)
+                    zeroed = jnp.where(_across_columns(seen, values), values, jnp.zeros_like(values))
+                    v_smem[slot, here, columns] = zeroed
 
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.v_zeroed)
