@@ -45,7 +45,7 @@ from pallas_kernels.work_lists import ROWS_PER_WARPGROUP, PrefillWork
 # Registers a thread of computing, copying and widening warpgroups, by how many compute and whether one widens; all
 # fit the 65,536 of an SM.
 _REGISTERS = {
-    (2, False): (240, 32, 0),
+    (2, False): (240, 24, 0),
     (2, True): (216, 24, 56),
     (1, False): (256, 32, 0),
     (1, True): (256, 24, 72),
