@@ -174,7 +174,8 @@ def child(name, folder):
         if line.strip() == "check":
             for n, p in enumerate(prepared):
                 say(checking=p.shape.name)
-                wants = np.load(folder / f"{n}.npy")
+                path = folder / f"{n}.npy"
+                wants = np.load(path) if path.exists() else [np.full(1, np.nan)] * 2
                 errors = [np.linalg.norm(g - w) / np.linalg.norm(w) for g, w in zip(p.results(), wants, strict=True)]
                 say(variant=name, shape=p.shape.name, errors=[float(f"{e:.3g}") for e in errors])
         if line.strip() == "time":
