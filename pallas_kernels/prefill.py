@@ -45,10 +45,10 @@ from pallas_kernels.work_lists import ROWS_PER_WARPGROUP, PrefillWork
 # Registers a thread of computing, copying and widening warpgroups, by how many compute and whether one widens; all
 # fit the 65,536 of an SM.
 _REGISTERS = {
-    (2, False): (240, 32, 0),
+    (2, False): (240, 24, 0),
     (2, True): (216, 24, 56),
-    (1, False): (248, 24, 0),
-    (1, True): (248, 24, 72),
+    (1, False): (256, 32, 0),
+    (1, True): (256, 24, 72),
 }
 
 # Where a maximum starts: below all real scores, and so far above hidden ones that their weights are 0 in a row that
@@ -216,10 +216,13 @@ def _compute(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch
     def query_body(r: jax.Array, done: jax.Array) -> jax.Array:
         query = query_tile(sizes, inputs.tiles, r)
         plgpu.barrier_wait(scratch.q_full.at[warpgroup])
-        q_smem[...] = plgpu.load(q_in, layout=plgpu.Layout.WGMMA, optimized=False)
-        plgpu.commit_smem()
+        q = plgpu.load(q_in, layout=plgpu.Layout.WGMMA, optimized=False)
+        if not sizes.config.q_in_registers:
+            q_smem[...] = q
+            q = q_smem
+            plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.q_free.at[warpgroup])
-        out = _attend_tiles(sizes, inputs, scratch, query, warpgroup, q_smem, done)
+        out = _attend_tiles(sizes, inputs, scratch, query, warpgroup, q, done)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         o_smem[...] = out.astype(sizes.dtype)
         plgpu.commit_smem()
@@ -289,10 +292,13 @@ def _attend_tiles(
             @pl.when(warpgroup == part % config.warpgroups)
             def _(part: int = part):
                 here = pl.ds(part * 64, 64)
-                values = plgpu.load(v_smem.at[slot, here], layout=wgmma)
-                key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=wgmma) + (i * tile + part * 64)
+                key = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=by_row) + (i * tile + part * 64)
                 seen = jnp.logical_and(key < query.num_keys, key >= lowest)
-                v_smem[slot, here] = jnp.where(seen, values, jnp.zeros_like(values))
+                for column in range(0, head_dim, 64):
+                    columns = pl.ds(column, 64)
+                    values = plgpu.load(v_smem.at[slot, here, columns], layout=wgmma)
+                    zeroed = jnp.where(_across_columns(seen, values), values, jnp.zeros_like(values))
+                    v_smem[slot, here, columns] = zeroed
 
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.v_zeroed)
@@ -305,6 +311,8 @@ def _attend_tiles(
 
     def hand_over(p: jax.Array) -> jax.Array | None:
         """P for the next product: registers, or shared memory."""
+        if config.late_pack:
+            return p
         p = p.astype(dtype)
         if config.p_in_registers:
             return p
@@ -370,6 +378,7 @@ def _attend_tiles(
         def body(acc_ref: Ref) -> tuple[Any, ...]:
             scores = start_product(q_smem, k_smem.at[slot], interpret=not config.p_in_registers)
             old = acc
+            packed = p.astype(dtype) if config.late_pack else p
             if config.late_rescale:
                 old = rescaled(acc, rescale)
             start_from(acc_ref, old)
@@ -378,7 +387,7 @@ def _attend_tiles(
                 lowest_key = query.position + 1 - window
                 is_edge = jnp.logical_and(i - 1 == first, lowest_key > first * tile)
                 pl.when(is_edge)(lambda: zero_unseen_values(i - 1, lowest_key))
-            add_values(acc_ref, p, before)
+            add_values(acc_ref, packed, before)
             if config.turns:
                 plgpu.barrier_arrive(scratch.turn.at[1 - warpgroup])
             plgpu.wgmma_wait(1)
@@ -406,7 +415,7 @@ def _attend_tiles(
 
         def body(acc_ref: Ref) -> jax.Array:
             start_from(acc_ref, acc)
-            add_values(acc_ref, p, slot)
+            add_values(acc_ref, p.astype(dtype) if config.late_pack else p, slot)
             return total_of(acc_ref, acc)
 
         acc = pl.run_scoped(body, plgpu.ACC((rows, head_dim), jnp.float32))

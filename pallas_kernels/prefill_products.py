@@ -9,15 +9,15 @@ import numpy as np
 from pallas_kernels.common import Ref, pl, plgpu
 
 
-def start_product(a: Ref, b: Ref, *, interpret: bool) -> jax.Array:
+def start_product(a: Ref | jax.Array, b: Ref, *, interpret: bool) -> jax.Array:
     """Begin a @ b.T: f32[M, N] in the WGMMA layout, to be read after the wait for it (plgpu.wgmma_wait).
 
     Pallas begins a product by adding to registers that it sets to zero: 64 moves a thread for 64 rows by 128 columns,
-    which the compiler drops before a loop and keeps within one. Here the first instruction of the product overwrites.
+    which the compiler drops before a loop and keeps within one. Here the first instruction overwrites.
 
     Args:
-      a: [M, K] in shared memory, swizzled and tiled for wgmma; M is 64.
-      b: [N, K] likewise.
+      a: [M, K] in shared memory, swizzled and tiled for wgmma, or in registers in the WGMMA layout; M is 64.
+      b: [N, K] in shared memory likewise.
       interpret: for the interpreter: the product is complete.
     """
     shape = (a.shape[0], b.shape[0])
@@ -31,35 +31,67 @@ def start_product(a: Ref, b: Ref, *, interpret: bool) -> jax.Array:
     return _start_product(a, b, shape)
 
 
-def _start_product(a: Ref, b: Ref, shape: tuple[int, int]) -> jax.Array:
+def _start_product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
+    """The instructions of start_product: 16 columns of a and b each."""
     from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-    from jax._src.lib.mlir.dialects import llvm
+    from jax._src.lib.mlir.dialects import arith, llvm, vector
     from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.mosaic.gpu import mma_utils
 
     layout = plgpu.Layout.WGMMA
-    row_bytes = min(128, a.shape[1] * a.dtype.itemsize)
-    tiling = plgpu.TilingTransform((8, row_bytes // a.dtype.itemsize))
-    operand = plgpu.RefType((tiling, plgpu.SwizzleTransform(row_bytes)))
+    in_registers = isinstance(a, jax.Array)
+    num_columns = b.shape[1]
+    width = min(64, num_columns)  # columns of a swizzled tile
+    operand = plgpu.RefType((plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)))
+
+    def descriptors(matrix: Any, rows: int) -> list[Any]:
+        """Of each 16 columns; addresses count 16 bytes."""
+        (base, (_, (step,))), (_, of_tile), _ = mma_utils.create_descriptor(
+            matrix, swizzle=2 * width, group_size=(rows, width), logical_k_major=False
+        )
+        i64 = ir.IntegerType.get_signless(64)
+        steps = [(c // width * of_tile + c % width // 16 * step) // 16 for c in range(0, num_columns, 16)]
+        return [arith.addi(base, arith.constant(i64, step)) for step in steps]
 
     @plgpu.inline_mgpu(
-        arg_types=(operand, operand), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout)
+        arg_types=(layout if in_registers else operand, operand),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout),
     )
     def product(ctx: Any, a: Any, b: Any) -> Any:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        false = llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, 0)).result
-        nothing = llvm.mlir_undef(f32)
-        acc = mgpu.WGMMAAccumulator.from_registers(mgpu.FragmentedArray.splat(nothing, shape, layout.to_mgpu()))
-        block = ir.InsertionPoint.current.block
-        num_before = len(block.operations)
-        acc = mgpu.wgmma(acc, a, mgpu.memref_transpose(b, (1, 0, 3, 2)), swizzle=row_bytes)
-        first = next(
-            op for op in list(block.operations)[num_before:]
-            if op.name == "llvm.inline_asm" and "wgmma.mma_async" in str(op.attributes["asm_string"])
+        num = shape[1] // 2
+        b_operands = descriptors(b, shape[1])
+        if in_registers:
+            pairs = [vector.bitcast(ir.VectorType.get((1,), i32), pair) for pair in a.registers.flat]
+            a_operands = [vector.extract(pair, [], [0]) for pair in pairs]
+        else:
+            a_operands = descriptors(a, shape[0])
+        of_a, of_b = (range(first, first + n) for first, n in ((num, len(a_operands)), (num + len(a_operands), len(b_operands))))
+        dtype = str(mma_utils.tiled_memref_shape(b)[1])
+        registers = "{" + ",".join(f"${i}" for i in range(num)) + "}"
+        ptx = "{ .reg .pred add; setp.ne.b32 add, 0, 0; wgmma.fence.sync.aligned;"
+        for i, b_operand in enumerate(of_b):
+            mine = of_a[4 * i : 4 * i + 4] if in_registers else of_a[i : i + 1]
+            name = ",".join(f"${a_operand}" for a_operand in mine)
+            name, rest = ("{" + name + "}", "add, 1, 1, 0") if in_registers else (name, "add, 1, 1, 0, 0")
+            ptx += f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k16.f32.{dtype}.{dtype} {registers}, {name}, ${b_operand}, {rest};"
+            ptx += "setp.eq.b32 add, 0, 0;" if i == 0 else ""
+        ptx += "wgmma.commit_group.sync.aligned; }"
+        constraints = ["=&f"] * num + ["r" if in_registers else "l"] * len(a_operands) + ["l"] * len(b_operands)
+        results = llvm.inline_asm(
+            llvm.StructType.get_literal([f32] * num),
+            [*a_operands, *b_operands],
+            ptx,
+            ",".join(constraints),
+            asm_dialect=0,
+            has_side_effects=True,
         )
-        # Its operands: the accumulator's registers, the descriptors of a and b, and whether to add.
-        first.operands[shape[1] // 2 + 2] = false
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "wgmma.commit_group.sync.aligned;", "", has_side_effects=True)
-        return acc.value
+        values = [llvm.extractvalue(f32, results, [i]) for i in range(num)]
+        pair_type = ir.VectorType.get((2,), f32)
+        pairs = [vector.from_elements(pair_type, values[i : i + 2]) for i in range(0, num, 2)]
+        new = mgpu.FragmentedArray.splat(values[0], shape, layout.to_mgpu())
+        registers = np.array(pairs, dtype=object).reshape(new.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=new.layout, _is_signed=None)
 
     return product(a, b)
 

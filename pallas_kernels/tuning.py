@@ -56,6 +56,8 @@ class PrefillConfig:
     lazy_rescale: bool = False
     cluster: int = 1
     turns: bool = False
+    late_pack: bool = False
+    q_in_registers: bool = False
 
 
 @dataclass(frozen=True)

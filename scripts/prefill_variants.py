@@ -1,19 +1,26 @@
 """Time variants of the prefill kernel on one H200, each checked against float32. An experiment's script.
 
-    PYTHONPATH=.:scripts python scripts/prefill_variants.py [--budget-s 85] [--only NAME,NAME]
+    PYTHONPATH=.:scripts python scripts/prefill_variants.py [--budget-s 75] [--only NAME,NAME] [--out FILE]
+
+Each variant has a process of its own, which compiles while the others do and is killed if it takes too long.
 """
 
 import argparse
+import json
 import os
+import select
 import statistics
 import subprocess
+import sys
+import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
-os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.9")
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.9"
 
 import bench_kernels as bench
 import jax
@@ -30,11 +37,14 @@ VARIANTS = {
     "before": None,
     "zero": {},
     "late": BETTER,
+    "qreg": BETTER | {"q_in_registers": True},
+    "late+pack": BETTER | {"late_pack": True},
     "lazy": {"late_sum": True, "lazy_rescale": True},
-    "late+lazy": BETTER | {"lazy_rescale": True},
+    "qreg+lazy": BETTER | {"q_in_registers": True, "lazy_rescale": True},
     "turns": BETTER | {"turns": True},
+    "qreg+turns": BETTER | {"q_in_registers": True, "turns": True},
     "cluster": BETTER | {"cluster": 2},
-    "cluster+lazy": BETTER | {"cluster": 2, "lazy_rescale": True},
+    "qreg+cluster": BETTER | {"q_in_registers": True, "cluster": 2},
 }
 SHAPES = (
     shapes._prefill(1, 8192, 0, 32),
@@ -47,22 +57,21 @@ class Clock:
     """SM clock in MHz and power in W while something runs."""
 
     def __init__(self):
-        self.samples, self.stop = [], False
-        self.thread = threading.Thread(target=self.run)
-        self.thread.start()
+        self.samples = []
+        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "25"]
+        self.process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+        threading.Thread(target=self.run, daemon=True).start()
 
     def run(self):
-        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "20"]
-        process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
-        for line in process.stdout:
-            self.samples.append((time.monotonic(), *map(float, line.split(","))))
-            if self.stop:
-                break
-        process.kill()
+        for line in self.process.stdout:
+            try:
+                self.samples.append((time.monotonic(), *map(float, line.split(","))))
+            except ValueError:
+                return
 
     def between(self, begin, end):
-        rows = [s[1:] for s in self.samples if begin + 0.15 < s[0] < end]
-        return tuple(round(statistics.mean(column)) for column in zip(*rows, strict=True)) if rows else (0, 0)
+        rows = [s[1:] for s in self.samples if begin + 0.1 < s[0] < end]
+        return [round(statistics.mean(column)) for column in zip(*rows, strict=True)] if rows else []
 
 
 def reference(q, cache, tables, layer, shape, rows):
@@ -119,73 +128,160 @@ def timed(function, q, cache, layers, tables, work, swap):
     q = q + 0
     once, q, out = queue(20, q, out)
     times = []
-    for _ in range(4):
-        seconds, q, out = queue(max(8, int(0.08 / once)), q, out)
+    for _ in range(3):
+        seconds, q, out = queue(max(8, int(0.07 / once)), q, out)
         times.append(seconds)
     return statistics.median(times)
 
 
+def say(**row):
+    print(json.dumps(row), flush=True)
+
+
+class Prepared:
+    """A compiled variant for one shape, and its data."""
+
+    def __init__(self, name, shape, layers):
+        lowered, self.tables, self.work, spec, make = lower(name, shape)
+        self.function, self.shape, self.layers = lowered.compile(bench.COMPILER_OPTIONS), shape, layers
+        self.cache, self.q = make(), jax.random.normal(jax.random.key(5), spec.shape, spec.dtype)
+        self.tokens = jnp.asarray(np.random.default_rng(0).integers(0, spec.shape[0], 64))
+        # Some keys are large, so that maxima jump.
+        self.hard = self.cache.at[:, ::7, 0, :, 3].multiply(20)
+        self.pick = jax.jit(lambda x: x[self.tokens].astype(jnp.float32))
+        jax.block_until_ready((self.q + 0, self.q + 1, self.q * jnp.nan, self.pick(self.q)))
+
+    def results(self):
+        for cache in (self.cache, self.hard):
+            out = self.function(self.q, self.q * jnp.nan, cache, self.layers[1], self.tables, self.work)
+            yield np.asarray(self.pick(out))
+
+    def wanted(self):
+        one = jax.jit(partial(reference, shape=self.shape, rows=self.tokens, layer=1))
+        return [np.asarray(one(self.q, cache, self.tables)) for cache in (self.cache, self.hard)]
+
+
+def child(name, folder):
+    begin = time.monotonic()
+    layers = [jnp.int32(i) for i in range(bench.NUM_LAYERS)]
+    prepared = []
+    for n, shape in enumerate(SHAPES):
+        prepared.append(Prepared(name, shape, layers))
+        if name == "before":
+            np.save(folder / f"{n}.npy", np.stack(prepared[-1].wanted()))
+    say(ready=name, seconds=round(time.monotonic() - begin, 1))
+    for line in sys.stdin:
+        if line.strip() == "check":
+            for n, p in enumerate(prepared):
+                say(checking=p.shape.name)
+                path = folder / f"{n}.npy"
+                wants = np.load(path) if path.exists() else [np.full(1, np.nan)] * 2
+                errors = [np.linalg.norm(g - w) / np.linalg.norm(w) for g, w in zip(p.results(), wants, strict=True)]
+                say(variant=name, shape=p.shape.name, errors=[float(f"{e:.3g}") for e in errors])
+        if line.strip() == "time":
+            for n, p in enumerate(prepared):
+                for swap in (False, True) if n == 0 else (False,):
+                    start = time.monotonic()
+                    us = timed(p.function, p.q, p.cache, layers, p.tables, p.work, swap) * 1e6
+                    span = (start, time.monotonic())
+                    say(variant=name, shape=p.shape.name, swapped=swap, us=round(us, 1), span=span)
+        say(done=line.strip())
+    os._exit(0)
+
+
+class Child:
+    def __init__(self, name, folder, clock):
+        self.clock = clock
+        command = [sys.executable, "-u", __file__, "--child", name, "--folder", str(folder)]
+        self.name, self.alive = name, True
+        self.errors = open(folder / f"{name}.err", "w+")
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
+        self.buffer = b""
+
+    def tell(self, word):
+        if self.alive:
+            self.process.stdin.write(word.encode() + b"\n")
+            self.process.stdin.flush()
+
+    def hear(self, until, deadline, rows):
+        """Print what it says until a row has the key; kill it where that does not come in time."""
+        while self.alive:
+            while b"\n" in self.buffer:
+                line, self.buffer = self.buffer.split(b"\n", 1)
+                row = json.loads(line) if line.startswith(b"{") else {"text": line.decode()}
+                if "span" in row:
+                    row["mhz_and_watt"] = self.clock.between(*row.pop("span"))
+                print(f"{self.name:14} {row}", flush=True)
+                rows.append(row)
+                if until in row:
+                    return
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
+                self.end(f"no answer in time before {until!r}")
+                return
+            data = os.read(self.process.stdout.fileno(), 65536)
+            if not data:
+                self.end("it ended")
+            self.buffer += data
+
+    def end(self, why):
+        self.alive = False
+        self.process.kill()
+        self.errors.seek(0)
+        print(f"{self.name:14} KILLED: {why}; {self.errors.read()[-700:]}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--budget-s", type=float, default=85)
+    parser.add_argument("--budget-s", type=float, default=75)
     parser.add_argument("--only", default="")
+    parser.add_argument("--out", type=Path, default=Path("prefill_variants.json"))
+    parser.add_argument("--child")
+    parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
-    begin = time.monotonic()
+    if args.child:
+        child(args.child, args.folder)
+    end = time.monotonic() + args.budget_s
     names = [n for n in VARIANTS if not args.only or n in args.only.split(",")]
-    layers = [jnp.int32(i) for i in range(bench.NUM_LAYERS)]
-    with ThreadPoolExecutor(14) as pool:
-        jobs = {}
-        for shape in SHAPES:
-            for name in names:
-                if time.monotonic() - begin > args.budget_s * 0.45:
-                    continue
-                try:
-                    lowered, *rest = lower(name, shape)
-                    jobs[shape, name] = pool.submit(lowered.compile, bench.COMPILER_OPTIONS), rest
-                except Exception as error:
-                    print(name, shape.name, "lowering failed:", str(error)[:600], flush=True)
-        compiled = {}
-        for key, (job, rest) in jobs.items():
-            try:
-                compiled[key] = job.result(), rest
-            except Exception as error:
-                print(key[1], key[0].name, "compiling failed:", str(error)[:300], flush=True)
-    print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
-    clock = Clock()
-    for shape in SHAPES:
-        mine = {name: value for (s, name), value in compiled.items() if s is shape}
-        if not mine:
-            continue
-        _, (tables, _, spec, make) = next(iter(mine.values()))
-        cache, q = make(), jax.random.normal(jax.random.key(5), spec.shape, spec.dtype)
-        # Keys that grow, and a few large ones, so that maxima jump.
-        tokens = np.random.default_rng(0).integers(0, spec.shape[0], 96)
-        wanted = jax.jit(partial(reference, shape=shape, rows=jnp.asarray(tokens), layer=1))
-        hard = jax.jit(lambda c: c * (1 + 15 * (jax.random.uniform(jax.random.key(9), c.shape[1:5])[None, ..., None] > 0.99)).astype(c.dtype))(cache)
-        wants = [np.asarray(wanted(q, c, tables)) for c in (cache, hard)]
-        errors = {}
-        for name, (function, (_, work, _, _)) in mine.items():
-            for c, want in zip((cache, hard), wants, strict=True):
-                got = np.asarray(function(q, q * jnp.nan, c, layers[1], tables, work)[tokens], np.float32)
-                error = np.linalg.norm(got - want) / np.linalg.norm(want)
-                errors.setdefault(name, []).append(f"{error:.2g}")
-        del hard
-        rows = {name: {False: [], True: []} for name in mine}
-        clocks = {}
-        for _ in range(2):
-            for swap in (False, True) if shape is SHAPES[0] else (False,):
-                for name, (function, (_, work, _, _)) in mine.items():
-                    if time.monotonic() - begin > args.budget_s:
-                        break
-                    start = time.monotonic()
-                    rows[name][swap].append(timed(function, q, cache, layers, tables, work, swap) * 1e6)
-                    if not swap:
-                        clocks[name] = clock.between(start, time.monotonic())
-        for name, times in rows.items():
-            same, swapped = ([f"{t:.1f}" for t in times[s]] for s in (False, True))
-            print(f"{shape.name:42} {name:14} us {same} swapped {swapped} MHz, W {clocks.get(name)} errors {errors[name]}", flush=True)
-    clock.stop = True
-    print(f"{time.monotonic() - begin:.0f} s")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        clock = Clock()
+        children = [Child(name, Path(folder), clock) for name in names]
+        try:
+            ready_by = time.monotonic() + args.budget_s * 0.65
+            for c in children:
+                c.hear("ready", ready_by, rows)
+            print(f"ready {end - time.monotonic():.0f} s before the end", flush=True)
+            risky = [c for c in children if "turns" in c.name or "cluster" in c.name]
+            sure = [c for c in children if c not in risky]
+            plan = (
+                (sure, "check"),
+                (sure, "time"),
+                (sure, "time"),
+                (risky, "check"),
+                (risky, "time"),
+                (children, "time"),
+            )
+            for group, word in plan:
+                for c in group:
+                    if c.alive and time.monotonic() < end - 2:
+                        print(f"{c.name:14} begins: {word}", flush=True)
+                        c.tell(word)
+                        c.hear("done", min(time.monotonic() + 8, end), rows)
+                        args.out.write_text(json.dumps(rows, indent=1))
+        finally:
+            clock.process.kill()
+            for c in children:
+                c.process.kill()
+    times = {}
+    for row in rows:
+        if "us" in row:
+            times.setdefault((row["shape"], row["swapped"]), {}).setdefault(row["variant"], []).append(row["us"])
+    for (shape, swapped), of_variant in times.items():
+        print(shape, "swapped" if swapped else "")
+        for name, us in of_variant.items():
+            print(f"    {name:14} {us}")
+    print("end", flush=True)
 
 
 if __name__ == "__main__":
