@@ -2,11 +2,11 @@
 
     PYTHONPATH=. python scripts/bench_kernels.py --commit $(git rev-parse HEAD)
 
-"check" sections run random ragged batches against float64. The others time: wall clock over many queued calls, see
-kernel_rows.py, where each row has its own check as well. Each section is a process (checks are several at once), so
-that a kernel that hangs or breaks the CUDA context takes nothing else with it; a row that fails is recorded as such.
-Sections that do not run keep their rows in the output file. With JAX_PLATFORMS=cpu it is a rehearsal in the interpreter
-at tiny shapes.
+Sections time, wall clock over many queued calls (kernel_rows.py), and check each row against float64 as well; "check"
+sections run random ragged batches. Each section is a process (checks are several), so that a kernel that hangs or
+breaks the CUDA context takes nothing else with it. All start and compile at once; they measure in turn, the most
+wanted first, when they are told to. A row that fails is recorded as such. Sections that do not run keep their rows in
+the output file. With JAX_PLATFORMS=cpu it is a rehearsal in the interpreter at tiny shapes.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Section:
     """A part of the run.
 
     Attributes:
-      expected_s: what it takes on an H200 with 16 CPU cores.
+      expected_s: what it takes on an H200 once it has compiled, which takes all of them together 30 to 60 s.
       limit_s: after which it is given up.
       processes: that share it; more than one for checks only.
     """
@@ -51,14 +51,14 @@ class Section:
 
 
 SECTIONS = {
-    "check": Section(50, 150, processes=4),
-    "check breadth": Section(50, 150, processes=4),
-    "decode": Section(35, 120),
-    "rope": Section(20, 90),
-    "prefill": Section(25, 120),
-    "mixed": Section(20, 90),
-    "breadth": Section(75, 180),
-    "groups": Section(75, 180),
+    "decode": Section(15, 60),
+    "prefill": Section(7, 40),
+    "mixed": Section(6, 40),
+    "rope": Section(6, 40),
+    "breadth": Section(30, 80),
+    "groups": Section(30, 80),
+    "check": Section(20, 90, processes=3),
+    "check breadth": Section(20, 90, processes=3),
 }
 
 
@@ -128,32 +128,26 @@ def failure(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:400]}"
 
 
-def run_checks(plan: list[tuple[int, tuple[CheckShape, int]]], results: Results) -> None:
+def run_checks(plan: list[tuple[int, tuple[CheckShape, int]]], jobs: list[Future], results: Results) -> None:
     """`plan`: seed, and the shape with its number of batches."""
-    with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(Check.compile, shape, seed) for seed, (shape, _) in plan]
-        for job, (seed, (shape, num_batches)) in zip(jobs, plan, strict=True):
-            start = time.monotonic()
-            try:
-                row = job.result().run(num_batches, seed)
-            except Exception as error:  # one broken shape must not hide the others
-                traceback.print_exc()
-                row = {"check": shape.name, "batches": num_batches, "failed": failure(error)}
-            results.add("checks", {"seconds": round(time.monotonic() - start, 1), **row})
+    for job, (seed, (shape, num_batches)) in zip(jobs, plan, strict=True):
+        start = time.monotonic()
+        try:
+            row = job.result().run(num_batches, seed)
+        except Exception as error:  # one broken shape must not hide the others
+            traceback.print_exc()
+            row = {"check": shape.name, "batches": num_batches, "failed": failure(error)}
+        results.add("checks", {"seconds": round(time.monotonic() - start, 1), **row})
 
 
-def run_timings(section: str, results: Results, only: str, limit_s: float) -> None:
-    """Lower one after the other for half of the time, compile in threads, measure when nothing else runs."""
-    start = time.monotonic()
+def start_timings(section: str, results: Results, only: str) -> list[tuple[Measurement, dict[str, Future]]]:
+    """Lower one after the other, compile in threads; returns when all is compiled."""
     options = compiler_options("gpu") if shapes.ON_CARD else None
-    with ThreadPoolExecutor(12) as pool:
-        jobs: list[tuple[Measurement, dict[str, Future]]] = []
+    jobs: list[tuple[Measurement, dict[str, Future]]] = []
+    with ThreadPoolExecutor(8) as pool:
         for make in plan_rows(section):
             measurement = make()
             if only not in measurement.name:
-                continue
-            if time.monotonic() - start > limit_s / 2:
-                results.add("rows", {"shape": measurement.name, "failed": "no time left"})
                 continue
             try:
                 lowered = {name: program.lower() for name, program in measurement.programs.items()}
@@ -162,55 +156,87 @@ def run_timings(section: str, results: Results, only: str, limit_s: float) -> No
             except Exception as error:
                 traceback.print_exc()
                 results.add("rows", {"shape": measurement.name, "failed": failure(error)})
-        wait([job for _, compiling in jobs for job in compiling.values()])
-        print(f"compiled after {time.monotonic() - start:.1f} s", flush=True)
-        for measurement, compiling in jobs:
-            try:
-                results.add("rows", measurement.measure({name: job.result() for name, job in compiling.items()}))
-            except Exception as error:
-                traceback.print_exc()
-                results.add("rows", {"shape": measurement.name, "failed": failure(error)})
+    return jobs
+
+
+def run_timings(jobs: list[tuple[Measurement, dict[str, Future]]], results: Results) -> None:
+    for measurement, compiling in jobs:
+        try:
+            results.add("rows", measurement.measure({name: job.result() for name, job in compiling.items()}))
+        except Exception as error:
+            traceback.print_exc()
+            results.add("rows", {"shape": measurement.name, "failed": failure(error)})
 
 
 def run_child(args: argparse.Namespace) -> None:
-    """One process of a section."""
+    """One process of a section: says "ready" when all is compiled, and goes on when its input says so."""
     results = Results(args.out)
     start = time.monotonic()
     jax.devices()
-    print(f"{args.section}: device after {time.monotonic() - start:.1f} s", flush=True)
+    seconds_to_device = time.monotonic() - start
     part, parts = args.part
     plan = list(enumerate(plan_checks(args.section)))[part::parts]
-    run_checks(plan, results)
-    if part == 0:
-        run_timings(args.section, results, args.only, args.limit_s)
+    timings = start_timings(args.section, results, args.only) if part == 0 else []
+    with ThreadPoolExecutor(4) as pool:
+        checks = [pool.submit(Check.compile, shape, seed) for seed, (shape, _) in plan]
+        wait(checks)
+    ready = time.monotonic() - start
+    print(f"{args.section}: device after {seconds_to_device:.1f} s, ready after {ready:.1f} s", flush=True)
+    args.out.with_suffix(".ready").touch()
+    sys.stdin.readline()
+    run_timings(timings, results)
+    run_checks(plan, checks, results)
 
 
-def run_section(name: str, args: argparse.Namespace, limit_s: float) -> tuple[str, dict[str, list[Row]]]:
-    """Run a section's processes; how they ended, and what they found."""
-    processes = SECTIONS[name].processes if shapes.ON_CARD else 1
-    environment = {"XLA_CLIENT_MEM_FRACTION": str(round(0.9 / processes, 3)), **os.environ}
-    deadline = time.monotonic() + limit_s
-    children = []
-    for part in range(processes):
-        out = args.out.with_suffix(f".{part}.part")
-        out.unlink(missing_ok=True)
-        command = [sys.executable, __file__, "--section", name, "--part", str(part), str(processes)]
-        command += ["--out", str(out), "--only", args.only, "--limit-s", str(limit_s)]
-        children.append((subprocess.Popen(command, env=environment), out))
-    ends, found = [], {"checks": [], "rows": []}
-    for child, out in children:
+@dataclass
+class Child:
+    """A process of a section and the file of its rows."""
+
+    process: subprocess.Popen
+    out: Path
+
+    @classmethod
+    def start(cls, section: str, part: int, rank: int, memory: float, args: argparse.Namespace) -> "Child":
+        """Start compiling; those of lower rank come first. `memory`: its share of the card's."""
+        name = section.replace(" ", "_")
+        out = args.out.with_name(f"{args.out.stem}.{name}.{part}.part")
+        for old in (out, out.with_suffix(".ready")):
+            old.unlink(missing_ok=True)
+        nice = ["nice", "-n", str(rank)] if shutil.which("nice") else []
+        command = [*nice, sys.executable, __file__, "--section", section, "--out", str(out), "--only", args.only]
+        command += ["--part", str(part), str(SECTIONS[section].processes)]
+        environment = os.environ | {"XLA_CLIENT_MEM_FRACTION": f"{memory:.3f}"}
+        return cls(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE), out)
+
+    def wait_until_ready(self, deadline: float) -> None:
+        """Return when it is ready, or has ended, or the time is over."""
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if self.out.with_suffix(".ready").exists():
+                return
+            time.sleep(0.1)
+
+    def go(self) -> None:
+        """Let it measure."""
+        if self.process.poll() is None and self.process.stdin is not None:
+            self.process.stdin.write(b"go\n")
+            self.process.stdin.close()
+
+    def finish(self, deadline: float) -> str:
+        """Wait, kill it at the deadline; how it ended."""
         try:
-            code = child.wait(max(deadline - time.monotonic(), 0.1))
-            ends.append("done" if code == 0 else f"exit {code}")
+            code = self.process.wait(max(deadline - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-            ends.append("timed out")
-        if out.exists():
-            for kind, rows in json.loads(out.read_text()).items():
-                found[kind] += [{"section": name, **row} for row in rows]
-            out.unlink()
-    return ", ".join(sorted(set(ends))), found
+            self.process.kill()
+            self.process.wait()
+            return "timed out"
+        return "done" if code == 0 else f"exit {code}"
+
+    def rows(self) -> dict[str, list[Row]]:
+        """What it found so far; removes its files."""
+        found = json.loads(self.out.read_text()) if self.out.exists() else {}
+        for file in (self.out, self.out.with_suffix(".ready")):
+            file.unlink(missing_ok=True)
+        return found
 
 
 def summarise(data: dict[str, Any]) -> dict[str, Any]:
@@ -261,17 +287,28 @@ def run_all(args: argparse.Namespace) -> int:
         data = old if "summary" in old else data
     data |= {"jax": jax.__version__, "gpu": gpu_and_driver(), "config": asdict(H200)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
-    for name in args.sections.split(",") if args.sections else SECTIONS:
-        limit = SECTIONS[name].limit_s if shapes.ON_CARD else 900
-        limit = min(limit, args.budget_s - (time.monotonic() - begin))
+    names = args.sections.split(",") if args.sections else list(SECTIONS)
+    end = time.monotonic() + args.budget_s
+    memory = 0.9 / sum(SECTIONS[name].processes for name in names)
+    children = {
+        name: [Child.start(name, part, rank, memory, args) for part in range(SECTIONS[name].processes)]
+        for rank, name in enumerate(names)
+    }
+    for name in names:
+        for child in children[name]:
+            child.wait_until_ready(end)
         start = time.monotonic()
-        end, found = run_section(name, args, limit) if limit > 10 else ("no time left", {"checks": [], "rows": []})
-        seconds = round(time.monotonic() - start)
-        print(f"== {name}: {end}, {seconds} s", flush=True)
-        data["sections"][name] = {"commit": args.commit, "end": end, "seconds": seconds}
-        for kind, rows in found.items():
-            data[kind] = [row for row in data[kind] if row["section"] != name] + rows
+        for child in children[name]:
+            child.go()
+        limit = SECTIONS[name].limit_s if shapes.ON_CARD else 900
+        ends = {child.finish(min(start + limit, end)) for child in children[name]}
+        found = [child.rows() for child in children[name]]
+        seconds = round(time.monotonic() - start, 1)
+        print(f"== {name}: {', '.join(sorted(ends))}, {seconds} s", flush=True)
+        data["sections"][name] = {"commit": args.commit, "end": ", ".join(sorted(ends)), "seconds": seconds}
+        for kind in ("checks", "rows"):
+            new = [{"section": name, **row} for rows in found for row in rows.get(kind, [])]
+            data[kind] = [row for row in data[kind] if row["section"] != name] + new
         data["summary"] = summarise(data)
         args.out.write_text(json.dumps(data, indent=1) + "\n")
     for key, value in data["summary"].items():
@@ -287,10 +324,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "h200" / "kernels.json")
     parser.add_argument("--sections", default="", help=f"comma separated, of {names}; all by default")
     parser.add_argument("--only", default="", help="time only rows whose name contains this")
-    parser.add_argument("--budget-s", type=float, default=570, help="no section runs past this many seconds")
+    parser.add_argument("--budget-s", type=float, default=570, help="nothing runs for longer than this")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
-    parser.add_argument("--limit-s", type=float, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.section:
         run_child(args)

@@ -37,7 +37,7 @@ class CheckShape:
     num_rows: int
     block_size: int = 16
     max_len: int = 20000
-    num_slots: int = 128000
+    num_slots: int = 64000
     dtype: str = "bfloat16"
     cache_dtype: str | None = None  # None: dtype
     sliding_window: int | None = None

@@ -1,6 +1,6 @@
 """The measurements of scripts/bench_kernels.py: each a few programs to compile, and what to do with them.
 
-A program runs a kernel `CHAIN` times, each call reading what the one before wrote, over layers that do not fit the L2
+A program runs a kernel some 16 times, each call reading what the one before wrote, over layers that do not fit the L2
 cache together where the shape is large. The first call's result is compared with float64 for some requests and tokens,
 and with the same call once more, bit for bit, before anything is timed.
 """
@@ -72,12 +72,17 @@ def seconds_a_call(function: Callable[..., Any], args: tuple, *, carry: bool = F
 
     _, args = queue(2, args)
     once, args = queue(3, args)
-    count = max(1, int(0.1 / (once / 3))) if shapes.ON_CARD else 1
+    count = max(1, int(0.06 / (once / 3))) if shapes.ON_CARD else 1
     times = []
     for _ in range(5 if shapes.ON_CARD else 1):
         elapsed, args = queue(count, args)
         times.append(elapsed / count)
     return statistics.median(times)
+
+
+def num_of_calls(is_short: bool) -> int:
+    """Calls in a chain, so many that a chain takes longer than its dispatch."""
+    return 2 * CHAIN if is_short else CHAIN
 
 
 def timing_row(kernel: str, shape: str, seconds: float, ceiling: float | None = None, **rates: Any) -> Row:
@@ -196,13 +201,14 @@ def check(shape: KernelShape, requests: Requests, read: Any, kv_cache: Any, q: A
 def decode_row(shape: DecodeShape) -> Measurement:
     """Decode attention of one layer."""
     config = shape.config.decode
+    num_calls = num_of_calls(shape.num_bytes < 2**26)
     requests = Requests(np.array(shape.lens, np.int32), np.ones(len(shape.lens), np.int32), shape.block_size)
     cut = partial(make_decode_work, num_kv_heads=shape.num_kv_heads, sliding_window=shape.sliding_window, config=config)
     one = jax.jit(partial(paged_decode, **shape.options(), config=config))
 
     def chain(q, kv_cache, tables, lens, count, work):
         first = q = one(q, kv_cache, layer_of(0), tables, lens, count, work)
-        for i in range(1, CHAIN):
+        for i in range(1, num_calls):
             q = one(q, kv_cache, layer_of(i), tables, lens, count, work)
         return first, q
 
@@ -225,7 +231,7 @@ def decode_row(shape: DecodeShape) -> Measurement:
         rest = (jnp.asarray(requests.tables), lens, jnp.asarray(count), compiled["work"](lens, count))
         outs = [np.asarray(compiled["chain"](q, kv_cache, *rest)[0]) for _ in range(2)]
         checked = check(shape, requests, compiled["read"], kv_cache, q, outs)
-        seconds = seconds_a_call(compiled["chain"], (q, kv_cache, *rest)) / CHAIN
+        seconds = seconds_a_call(compiled["chain"], (q, kv_cache, *rest)) / num_calls
         rate = shape.num_bytes / seconds / 1e12
         return timing_row("decode", shape.name, seconds, rate=rate, unit="TB/s", ceiling=READ_CEILING) | checked
 
@@ -355,12 +361,13 @@ def write_row(num_tokens: int) -> Measurement:
     """
     shape = KernelShape("", 16, 8)
     heads, group, head_dim, block_size = 8, 2, shape.head_dim, shape.block_size
-    num_blocks = 4096 if shapes.ON_CARD else 9
+    num_blocks = 1088 if shapes.ON_CARD else 9
+    num_calls = num_of_calls(num_tokens <= 256)
     blocks = np.random.default_rng(0).permutation(np.arange(1, num_blocks))
     token = np.arange(num_tokens)
     slots = blocks[token] * block_size + 5 if num_tokens <= 256 else blocks[token // 16] * block_size + token % 16
     slots = slots.astype(np.int32)
-    queries = [jax.ShapeDtypeStruct((num_tokens, heads * group, head_dim), jnp.bfloat16)] * CHAIN
+    queries = [jax.ShapeDtypeStruct((num_tokens, heads * group, head_dim), jnp.bfloat16)] * num_calls
     cache = jax.ShapeDtypeStruct((NUM_LAYERS, num_blocks, 2, heads, block_size, head_dim), jnp.bfloat16)
     qkv = jax.ShapeDtypeStruct((num_tokens, heads, group + 2, head_dim), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((num_tokens, head_dim // 2), jnp.float32)
@@ -369,7 +376,7 @@ def write_row(num_tokens: int) -> Measurement:
     def chain(backend, kv_cache, queries, qkv, cos, sin, weight, slots):
         one = jax.jit(partial(ops.rope_and_write_kv, backend=backend))
         queries = []  # all are results, and a barrier lies between, so that XLA does each as often as a model would
-        for i in range(CHAIN):
+        for i in range(num_calls):
             norm = HeadNorm(weight, weight, eps=1e-6)
             q, kv_cache = one(qkv, kv_cache, slots, layer_of(i), rope=(cos, sin), norm=norm)
             qkv, kv_cache, q = jax.lax.optimization_barrier((qkv, kv_cache, q))
@@ -403,7 +410,7 @@ def write_row(num_tokens: int) -> Measurement:
         of_q, of_cache = (float(x) for x in compiled["differences"](caches, tuple(q[0] for q in queries)))
         seconds = {}
         for name in state:
-            seconds[name] = seconds_a_call(compiled[name], (*state[name], *rest), carry=True) / CHAIN
+            seconds[name] = seconds_a_call(compiled[name], (*state[name], *rest), carry=True) / num_calls
         rate = 2 * math.prod(qkv.shape) * 2 / seconds["kernel"] / 1e12
         row = timing_row(
             "rope and kv write", f"T={num_tokens}", seconds["kernel"], rate=rate, unit="TB/s read + written"
