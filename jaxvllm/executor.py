@@ -203,12 +203,12 @@ def _make_runner(
             policy,
             KVCacheSpec.of_model(model_config, limits.block_size, cache_dtype=cache_dtype, backend=backend),
             model_config.num_heads,
+            model_config.vocab_size,
             backend,
             mesh,
             hidden_size=model_config.hidden_size,
             has_dense_logprobs=needs_dense_logprobs(config.max_logprobs),
             processors=processors,
-            splits_sampling=config.device == "cpu",
             strict_compile=compiling.strict,
             store=ProgramStore(Path(compiling.store_folder or "")) if has_store else None,
             model=(model_config, compiling.xla_flags),
@@ -265,7 +265,7 @@ def _compile_ahead(
         for key in runner.warm_up(lowering):
             check()
             progress.update()
-            checked = sizer.checked(num_blocks, runner.programs.workspace_bytes(key))
+            checked = sizer.checked(num_blocks, runner.workspace_bytes(key))
             # Of all programs but the largest only those count that need even more than that one.
             if checked < num_blocks or (checked > num_blocks and key == sizer.largest):
                 logger.info("The steps' workspace asks for %d blocks in the place of %d", checked, num_blocks)

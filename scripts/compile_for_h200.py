@@ -146,7 +146,7 @@ def compile_step(folder: Path) -> list[str]:
     runner = ModelRunner(
         lambda traced: bind(model, traced),
         param_shapes(param_specs(model), mesh, unstack=True),
-        RunnerConfig(limits, powers_of_two(64, 2048), spec, config.num_heads, "mosaic_gpu", mesh),
+        RunnerConfig(limits, powers_of_two(64, 2048), spec, config.num_heads, config.vocab_size, "mosaic_gpu", mesh),
     )
     runner.set_num_blocks(4096)
     wrong = []
