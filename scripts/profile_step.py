@@ -25,7 +25,7 @@ from jax.profiler import ProfileData
 
 from jaxvllm.attention_backend import choose_backend
 from jaxvllm.kv_cache import KVCacheSpec
-from jaxvllm.layers.parameter import bind, param_specs, unstack_small
+from jaxvllm.layers.parameter import bind, param_specs
 from jaxvllm.model_runner import ModelRunner, RunnerConfig
 from jaxvllm.model_source import resolve
 from jaxvllm.models.registry import get_model_class
@@ -59,7 +59,7 @@ class Loop:
         backend = choose_backend(None, jax.devices()[0], config, self.limits)
         model = get_model_class(config.architecture)(config)
         specs = param_specs(model)
-        params = unstack_small(dummy_params(specs), specs)
+        params = dummy_params(specs)
         self.runner = ModelRunner(
             lambda traced: bind(model, traced),  # type: ignore[arg-type]
             params,
