@@ -66,8 +66,11 @@ class DeviceExecutor:
         self._dispatcher: Dispatcher | None = None
         self._buckets = BucketStats()
 
-    def initialize(self) -> int:
+    def initialize(self, meanwhile: Callable[[], None] = lambda: None) -> int:
         """Load the model, allocate the KV pool, compile the programs of a GPU. Returns num_blocks.
+
+        Args:
+          meanwhile: see Executor.
 
         Raises:
           ValueError: the model cannot be served, or a request of max_model_len does not fit the pool.
@@ -91,7 +94,7 @@ class DeviceExecutor:
             runner.param_bytes() + runner.state_bytes(),
         )  # fmt: skip
         num_blocks = sizer.guess()
-        with Background(lambda: _load(config, source, param_specs(model), mesh)) as weights:
+        with Background(lambda: _load(config, source, param_specs(model), mesh)) as weights, Background(meanwhile):
             if config.compile.ahead:
                 with _lowering_processes(config, model_config, runner.config) as lowering:
                     num_blocks = _compile_ahead(runner, sizer, num_blocks, weights.check, lowering)
