@@ -23,7 +23,7 @@ from jaxvllm.compile_cache import ProgramKey
 from jaxvllm.config import EngineConfig, lowering_environment
 from jaxvllm.dispatcher import DispatchedStep, Dispatcher
 from jaxvllm.kv_cache import KVCacheSpec, free_device_bytes
-from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_shapes, param_specs, unstack_small
+from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_shapes, param_specs
 from jaxvllm.lowering import LoweringProcesses, LoweringTask
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.model_runner import ModelRunner, RunnerConfig
@@ -66,8 +66,11 @@ class DeviceExecutor:
         self._dispatcher: Dispatcher | None = None
         self._buckets = BucketStats()
 
-    def initialize(self) -> int:
+    def initialize(self, meanwhile: Callable[[], None] = lambda: None) -> int:
         """Load the model, allocate the KV pool, compile the programs of a GPU. Returns num_blocks.
+
+        Args:
+          meanwhile: see Executor.
 
         Raises:
           ValueError: the model cannot be served, or a request of max_model_len does not fit the pool.
@@ -91,7 +94,7 @@ class DeviceExecutor:
             runner.param_bytes() + runner.state_bytes(),
         )  # fmt: skip
         num_blocks = sizer.guess()
-        with Background(lambda: _load(config, source, param_specs(model), mesh)) as weights:
+        with Background(lambda: _load(config, source, param_specs(model), mesh)) as weights, Background(meanwhile):
             if config.compile.ahead:
                 with _lowering_processes(config, model_config, runner.config) as lowering:
                     num_blocks = _compile_ahead(runner, sizer, num_blocks, weights.check, lowering)
@@ -197,7 +200,7 @@ def _make_runner(
     )
     return ModelRunner(
         lambda traced: bind(model, traced),
-        param_shapes(param_specs(model), mesh, unstack=config.device == "gpu"),
+        param_shapes(param_specs(model), mesh),
         RunnerConfig(
             limits,
             policy,
@@ -217,14 +220,12 @@ def _make_runner(
 
 
 def _load(config: EngineConfig, source: ModelSource, specs: dict[str, ParamSpec], mesh: Mesh) -> dict[str, Weight]:
-    """All weights, each where its declaration wants it, in the form that the layers of this device take."""
+    """All weights, each where its declaration wants it."""
     if config.model.load_format == "dummy":
-        params = dummy_params(specs, seed=config.model.seed, sharding=lambda spec: spec.sharding(mesh))
-    else:
-        params = load_params(
-            specs, source.open_checkpoint(), put=lambda array, spec: jax.device_put(array, spec.sharding(mesh))
-        )
-    return unstack_small(params, specs) if config.device == "gpu" else {**params}
+        return dummy_params(specs, seed=config.model.seed, sharding=lambda spec: spec.sharding(mesh))
+    return load_params(
+        specs, source.open_checkpoint(), put=lambda array, spec: jax.device_put(array, spec.sharding(mesh))
+    )
 
 
 def _lowering_processes(

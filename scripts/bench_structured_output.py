@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +97,7 @@ class PretendedDevice:
         self._rng = np.random.default_rng(0)
         self._num_computed: dict[str, int] = {}
 
-    def initialize(self) -> int:
+    def initialize(self, meanwhile: Callable[[], None]) -> int:
         return NUM_REQUESTS * 64
 
     def execute(self, scheduler_output: SchedulerOutput) -> "PretendedStep | None":
