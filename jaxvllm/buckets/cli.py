@@ -3,25 +3,25 @@
 import argparse
 import json
 import logging
+import math
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from jaxvllm.bucket_choice import STRATEGIES, choose_policy
 from jaxvllm.cli_args import add_engine_options, given_engine_args
 from scheduler.buckets import BucketKey, BucketPolicy, explicit, load_policy
 from scheduler.config import CacheConfig, SchedulerConfig
-from scheduler.cost_model import CostModel, StepSample, fit, load_cost_model, roofline
+from scheduler.cost_model import CostModel, load_cost_model, roofline
 from scheduler.simulate import Simulation, SimulationReport
 from scheduler.trace import TraceRequest, load_trace
 from scheduler.tuning import TuningOptions, tune
 
 if TYPE_CHECKING:
-    from jaxvllm.buckets.compare import Result, StepLog
     from jaxvllm.compile_cache import ProgramKey
     from jaxvllm.executor import DeviceExecutor
     from jaxvllm.model_runner import ModelRunner
@@ -58,7 +58,8 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", type=int, default=60, help="mean, synthetic")
     parser.add_argument("--output-len", type=int, default=40, help="mean, synthetic")
     parser.add_argument("--arrivals-per-step", type=float, default=0.2, help="synthetic")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--time-limit", type=float, help="seconds; policies without time to run are estimated")
+    parser.add_argument("--json", type=Path, help="write the results here, after every policy")
     parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
     add_engine_options(parser.add_argument_group("engine"), leave_out=("bucket_policy", "compile_ahead"))
     parser.set_defaults(run=run_compare)
@@ -86,8 +87,8 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, default=40_960)
     parser.add_argument("--num-blocks", type=int, default=60_000, help="of the KV pool, 16 tokens each")
     parser.add_argument("--host-ms", type=float, default=0.5, help="time of the host a step")
-    parser.add_argument("--padding-price", type=float, default=1.0, help="see scheduler.tuning.TuningOptions")
-    parser.add_argument("--prior-share", type=float, default=0.01, help="see scheduler.tuning.TuningOptions")
+    parser.add_argument("--padding-price", type=float, default=2.0, help="see scheduler.tuning.TuningOptions")
+    parser.add_argument("--prior-share", type=float, default=0.03, help="see scheduler.tuning.TuningOptions")
     parser.add_argument("--rounds", type=int, default=2, help="tune, simulate the tuned policy, and tune again")
     parser.add_argument("--json", type=Path, help="write the table here")
     parser.set_defaults(run=run_tune)
@@ -95,11 +96,13 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Compare the policies and print the table."""
+    deadline = time.monotonic() + (args.time_limit or math.inf)
     executor, num_blocks = start_executor(args)
-    from jaxvllm.buckets.compare import run_policy, synthetic_workload, trace_workload
+    from jaxvllm.buckets.compare import synthetic_workload, trace_workload
+    from jaxvllm.buckets.comparison import Comparison
     from jaxvllm.buckets.report import plot, step_times, table, write_json
 
-    runner, config = executor.runner, executor.config
+    config = executor.config
     assert executor.model_config is not None
     vocab_size, max_model_len = executor.model_config.vocab_size, config.scheduler.max_model_len
     if args.trace:
@@ -108,25 +111,18 @@ def run_compare(args: argparse.Namespace) -> int:
     else:
         lengths = (args.num_requests, args.input_len, args.output_len, args.arrivals_per_step)
         workload = synthetic_workload(*lengths, vocab_size, max_model_len)
-    done: list[tuple[Result, StepLog]] = []
     known = {name: _policy(name, config, args) for name in args.policies if name != "tuned"}
-    executor.prepare(_programs(runner, known.values()))
+    comparison = Comparison(executor, num_blocks, workload, deadline)
+    about = {"device": executor.runner.device_kind, "args": {k: str(v) for k, v in vars(args).items() if k != "run"}}
     for name in args.policies:
-        policy = known.get(name)
-        if policy is None:
-            policy = _tuned(done, config.scheduler, args)
-            executor.prepare(policy.keys())
-        done.append(run_policy(runner, config, num_blocks, policy, workload))
-        print(f"{done[-1][0].policy}: {done[-1][0].total_s:.1f} s", flush=True)
-    results = [result for result, _ in done]
-    device = runner.device_kind
-    print(f"\n{args.num_requests} requests on {device}")
-    print(table(results))
-    print("\nms a step by bucket, T x R\n" + step_times(results))
-    if args.json:
-        write_json(results, args.json, device=device, args={k: str(v) for k, v in vars(args).items() if k != "run"})
-    if args.plot:
-        plot(results, args.plot)
+        comparison.add(known[name] if name in known else comparison.tuned(args.max_programs))
+        if args.json:
+            write_json(comparison.results, comparison.samples, args.json, **about)
+        if args.plot:
+            plot(comparison.results, args.plot)
+    print(f"\n{args.num_requests} requests on {about['device']}")
+    print(table(comparison.results))
+    print("\nms a step by bucket, T x R\n" + step_times(comparison.results))
     executor.shutdown()
     return 0
 
@@ -240,22 +236,6 @@ def _programs(runner: "ModelRunner", policies: Iterable[BucketPolicy]) -> "list[
     """All buckets of the policies, and the program that admits many requests at once if there is one."""
     keys: dict[ProgramKey, None] = {key: None for policy in policies for key in policy.keys()}  # noqa: SIM118
     return [*keys, *(key for key in runner.program_keys() if key == "admit")]
-
-
-def _tuned(done: "list[tuple[Result, StepLog]]", limits: SchedulerConfig, args: argparse.Namespace) -> BucketPolicy:
-    """Tuned to the steps of the last run, by the step times of all of them."""
-    if not done:
-        raise ValueError("the tuned policy is tuned to the runs before it: name another policy first.")
-    samples = [StepSample(key, 0, ms) for _, log in done for key, ms in _medians(zip(log.keys, log.ms, strict=True))]
-    shapes = next((log for result, log in done if result.policy == "powers_of_two"), done[-1][1]).counts()
-    return tune(shapes, fit(samples), *_sizes(limits), TuningOptions(max_programs=args.max_programs))
-
-
-def _medians(pairs: Iterable[tuple[Any, float]]) -> list[tuple[Any, float]]:
-    by_key: dict[Any, list[float]] = {}
-    for key, ms in pairs:
-        by_key.setdefault(key, []).append(ms)
-    return [(key, median(times)) for key, times in by_key.items()]
 
 
 def _policy(name: str, config: Any, args: argparse.Namespace) -> BucketPolicy:
