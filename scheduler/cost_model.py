@@ -98,7 +98,10 @@ def fit(samples: Iterable[StepSample]) -> CostModel:
     solution = np.linalg.lstsq(matrix, ms, rcond=None)[0]
     if solution[-1] < 0:  # noise: more context is never faster
         solution = np.append(np.linalg.lstsq(matrix[:, :-1], ms, rcond=None)[0], 0.0)
-    return CostModel(dict(zip(keys, solution[:-1].tolist(), strict=True)), float(solution[-1]) * 1e-6)
+    # Noise again: no bucket is free.
+    least = {key: min(row.ms for row in rows if row.key == key) / 10 for key in keys}
+    bucket_ms = {key: max(ms, least[key]) for key, ms in zip(keys, solution[:-1].tolist(), strict=True)}
+    return CostModel(bucket_ms, float(solution[-1]) * 1e-6)
 
 
 def load_cost_model(path: str | Path) -> CostModel:

@@ -137,13 +137,14 @@ def estimate_policy(
     Args:
       log: that run.
       cost: of the buckets.
-      measured: that run's result: how much longer it took than its steps, this one is taken to take too.
+      measured: that run's result. As much as it took longer than by `cost`, this one is taken to take longer too.
     """
     keys = [policy.select(*shape) for shape in log.shapes]
-    cost = cost.completed(keys)
-    ms = [cost.step_ms(key, context) for key, context in zip(keys, log.contexts, strict=True)]
-    beside_s = measured.total_s - sum(log.ms) / 1e3
-    total_s = sum(ms) / 1e3 + max(beside_s, 0.0)
+    cost = cost.completed([*keys, *log.keys])
+    as_run = sum(cost.step_ms(key, context) for key, context in zip(log.keys, log.contexts, strict=True))
+    scale = sum(log.ms) / as_run
+    ms = [scale * cost.step_ms(key, context) for key, context in zip(keys, log.contexts, strict=True)]
+    total_s = measured.total_s + (sum(ms) - sum(log.ms)) / 1e3
     running_s = measured.mean_running * total_s
     result = _result(policy, replace(log, keys=keys, ms=ms), sum(workload.num_outputs), total_s, running_s)
     result.is_estimated = True
