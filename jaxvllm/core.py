@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class StepHandle(Protocol):
-    """A step that the device has been given."""
+    """A step that the device has been given, or will be."""
 
     def wait(self) -> ModelRunnerOutput:
-        """The step's tokens; blocks until they are on the host."""
+        """The step's tokens; blocks until they are on the host. Raises what kept it, or one before it, from running."""
         ...
 
 
@@ -41,6 +41,7 @@ class Executor(Protocol):
         """Start a step without waiting for it, nor for the one before it.
 
         Called for every SchedulerOutput, in order. One without tokens only says which requests ended: then None.
+        What goes wrong may show in the step's wait() only: the results of the steps before it are taken first then.
         """
         ...
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from jaxvllm.bucket_stats import BucketStats
 from jaxvllm.checkout import checkout_root
 from jaxvllm.compile_cache import ProgramKey
 from jaxvllm.config import EngineConfig, lowering_environment
+from jaxvllm.dispatcher import DispatchedStep, Dispatcher
 from jaxvllm.kv_cache import KVCacheSpec, free_device_bytes
 from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_shapes, param_specs, unstack_small
 from jaxvllm.lowering import LoweringProcesses, LoweringTask
 from jaxvllm.model_config import ModelConfig
-from jaxvllm.model_runner import ModelRunner, RunnerConfig, StepHandle
+from jaxvllm.model_runner import ModelRunner, RunnerConfig
 from jaxvllm.model_source import ModelSource, resolve
 from jaxvllm.models.registry import MODELS, get_model_class
 from jaxvllm.parallel import make_mesh
@@ -48,6 +50,8 @@ MAX_LOWERING_PROCESSES = 8
 class DeviceExecutor:
     """Runs one model on one device, or split over some. `initialize` does the slow part.
 
+    Steps are planned in the caller's thread and dispatched in one of their own (see Dispatcher).
+
     Attributes:
       config: as given.
       model_config: of the model, once it is initialized.
@@ -59,6 +63,7 @@ class DeviceExecutor:
         self.model_config: ModelConfig | None = None
         self._planner: Planner | None = None
         self._runner: ModelRunner | None = None
+        self._dispatcher: Dispatcher | None = None
         self._buckets = BucketStats()
 
     def initialize(self) -> int:
@@ -94,12 +99,13 @@ class DeviceExecutor:
         log_pool(runner.config.kv_cache, runner.config.limits, num_blocks)
         runner.initialize_kv_cache(num_blocks)
         self._runner, self._planner = runner, Planner(runner.config.limits, policy, config.seed)
+        self._dispatcher = Dispatcher()
         self.model_config = model_config
         return num_blocks
 
     @property
     def runner(self) -> ModelRunner:
-        """What runs the steps, for measurements."""
+        """What runs the steps, for measurements: not while steps of execute() are in flight."""
         assert self._runner is not None, "initialize comes first"
         return self._runner
 
@@ -114,30 +120,33 @@ class DeviceExecutor:
             for _ in self.runner.warm_up(lowering, keys):
                 progress.update()
 
-    def execute(self, scheduler_output: SchedulerOutput) -> StepHandle | None:
-        """Plan and dispatch a step without waiting for it; None if it holds no tokens."""
-        assert self._planner is not None and self._runner is not None, "initialize comes first"
+    def execute(self, scheduler_output: SchedulerOutput) -> DispatchedStep | None:
+        """Plan a step and have it dispatched, without waiting for that; None if it holds no tokens."""
+        assert self._planner is not None and self._dispatcher is not None, "initialize comes first"
         plan = self._planner.build(scheduler_output)
         if plan is None:
             return None
         self._buckets.count(plan.key, plan.num_tokens, plan.num_reqs)
-        return self._runner.execute(plan)
+        return self._dispatcher.submit(partial(self.runner.execute, plan))
 
     def metrics(self) -> dict[str, float]:
-        """Programs compiled ahead and while serving; steps, tokens and pads by bucket."""
-        assert self._runner is not None, "initialize comes first"
+        """Programs compiled ahead and while serving; time of dispatching; steps, tokens and pads by bucket."""
+        assert self._runner is not None and self._dispatcher is not None, "initialize comes first"
         programs = self._runner.programs
         return {
             "num_programs": float(len(programs.programs())),
             "num_loaded_programs": float(len(programs.load_seconds)),
             "late_compiles_total": float(programs.num_late_compiles),
             "compile_seconds_total": sum(programs.compile_seconds.values()),
+            "dispatch_seconds_total": self._dispatcher.busy_s,
             **self._buckets.metrics(),
         }
 
     def shutdown(self) -> None:
-        """Let go of weights, pool and programs."""
-        self._runner = self._planner = None
+        """Let go of weights, pool and programs. Steps submitted before are dispatched first."""
+        if self._dispatcher is not None:
+            self._dispatcher.shutdown()
+        self._runner = self._planner = self._dispatcher = None
 
 
 def make_executor(config: EngineConfig) -> DeviceExecutor:
@@ -194,12 +203,12 @@ def _make_runner(
             policy,
             KVCacheSpec.of_model(model_config, limits.block_size, cache_dtype=cache_dtype, backend=backend),
             model_config.num_heads,
+            model_config.vocab_size,
             backend,
             mesh,
             hidden_size=model_config.hidden_size,
             has_dense_logprobs=needs_dense_logprobs(config.max_logprobs),
             processors=processors,
-            splits_sampling=config.device == "cpu",
             strict_compile=compiling.strict,
             store=ProgramStore(Path(compiling.store_folder or "")) if has_store else None,
             model=(model_config, compiling.xla_flags),
@@ -256,7 +265,7 @@ def _compile_ahead(
         for key in runner.warm_up(lowering):
             check()
             progress.update()
-            checked = sizer.checked(num_blocks, runner.programs.workspace_bytes(key))
+            checked = sizer.checked(num_blocks, runner.workspace_bytes(key))
             # Of all programs but the largest only those count that need even more than that one.
             if checked < num_blocks or (checked > num_blocks and key == sizer.largest):
                 logger.info("The steps' workspace asks for %d blocks in the place of %d", checked, num_blocks)

@@ -18,8 +18,9 @@ import jax
 from jax import export
 
 from jaxvllm.model_config import ModelConfig
+from jaxvllm.sampling.row_kernel import TRITON_CALL
 
-KERNEL_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # stable enough between two processes of one version
+KERNEL_CALLS = ("mosaic_gpu", "mosaic_gpu_v2", TRITON_CALL)  # stable enough between two processes of one version
 
 
 @dataclass(frozen=True)

@@ -107,10 +107,10 @@ class Setup:
         return buffer
 
     def lower(self, variant: str, params: Any) -> jax.stages.Lowered:
-        settled, greedy, donated = (name in variant for name in ("settled", "greedy", "ids"))
+        settled, donated = (name in variant for name in ("settled", "ids"))
         bound: Any = partial(bind, self.model)
         backend: Any = self.backend
-        step = make_step(bound, self.bucket, self.layout, backend, self.config.num_heads, is_plain=greedy)
+        step = make_step(bound, self.bucket, self.layout, backend, self.config.num_heads)
 
         def run(params: Any, kv_cache: jax.Array, state: DeviceState, buffer: jax.Array, *old_ids: jax.Array) -> Any:
             if settled:  # a copy that XLA cannot see through: one kernel reads the argument, the rest read the copy
@@ -132,7 +132,6 @@ class Setup:
 VARIANTS: dict[str, dict[str, Any]] = {
     "as served": {},
     "settled plan": {},
-    "settled plan, greedy": {},
     "settled plan, donated ids": {},
     "plan and ids in fixed places": {},
     "settled plan, rematerialised": {"xla_disable_hlo_passes": ""},

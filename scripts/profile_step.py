@@ -68,9 +68,9 @@ class Loop:
                 policy,
                 spec,
                 config.num_heads,
+                config.vocab_size,
                 backend,
                 hidden_size=config.hidden_size,
-                splits_sampling=False,
             ),
         )
         self.runner.initialize_kv_cache(blocks)
