@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxvllm.buckets.compare import Result
+from scheduler.cost_model import StepSample
 
 HEAD = ["policy", "programs", "compile s", "workspace MB", "token waste", "row waste"]
 HEAD += ["mean step ms", "p99 ITL ms", "running", "out tok/s"]
@@ -17,7 +18,9 @@ def table(results: Sequence[Result]) -> str:
     """The results as aligned text."""
     rows = [
         [
-            r.policy, str(r.num_programs), f"{r.compile_s:.1f}", f"{r.workspace_bytes / 1e6:.1f}",
+            r.policy + (" (estimated)" if r.is_estimated else ""), str(r.num_programs),
+            "-" if r.compile_s is None else f"{r.compile_s:.1f}",
+            "-" if r.workspace_bytes is None else f"{r.workspace_bytes / 1e6:.1f}",
             f"{r.token_waste:.1%}", f"{r.row_waste:.1%}", f"{r.mean_step_ms:.2f}", f"{r.p99_inter_token_ms:.1f}",
             f"{r.mean_running:.1f}", f"{r.tokens_per_s:.0f}",
         ]
@@ -49,9 +52,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
 
 
-def write_json(results: Sequence[Result], path: str | Path, **about: Any) -> None:
-    """Everything that was measured; scheduler.cost_model.load_cost_model reads it."""
-    Path(path).write_text(json.dumps({**about, "results": [asdict(r) for r in results]}, indent=1) + "\n")
+def write_json(results: Sequence[Result], samples: Sequence[StepSample], path: str | Path, **about: Any) -> None:
+    """Everything that was measured, the samples too; scheduler.cost_model.load_cost_model reads it."""
+    rows = [asdict(s.key) | {"context_tokens": s.context_tokens, "ms": s.ms} for s in samples]
+    whole = {**about, "results": [asdict(r) for r in results], "samples": rows}
+    Path(path).write_text(json.dumps(whole, indent=1) + "\n")
 
 
 def plot(results: Sequence[Result], path: str | Path) -> None:
@@ -72,12 +77,12 @@ def plot(results: Sequence[Result], path: str | Path) -> None:
         "padding waste of tokens, %": [r.token_waste * 100 for r in results],
         "padding waste of rows, %": [r.row_waste * 100 for r in results],
         "programs": [r.num_programs for r in results],
-        "compile time, s": [r.compile_s for r in results],
-        "largest workspace, MB": [r.workspace_bytes / 1e6 for r in results],
+        "compile time, s": [r.compile_s or 0.0 for r in results],
+        "largest workspace, MB": [(r.workspace_bytes or 0) / 1e6 for r in results],
         "p99 inter-token latency, ms": [r.p99_inter_token_ms for r in results],
         "output tokens / s": [r.tokens_per_s for r in results],
     }
-    names = [r.policy for r in results]
+    names = [r.policy + ("*" if r.is_estimated else "") for r in results]
     for axis, (title, values) in zip(axes.flat, measures.items(), strict=False):
         axis.bar(names, values, color=[f"C{i}" for i in range(len(names))])
         axis.set_title(title)
@@ -89,5 +94,7 @@ def plot(results: Sequence[Result], path: str | Path) -> None:
             last.plot(*zip(*sizes, strict=True), marker="o", label=result.policy)
     last.set(title="time of mixed steps by bucket, ms", xlabel="T", xscale="log", yscale="log")
     last.legend()
+    if any(r.is_estimated for r in results):
+        figure.text(0.99, 0.005, "* estimated from measured step times", ha="right", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
