@@ -70,14 +70,6 @@ class DeviceState:
             records=self.records.at[rows].set(admits[:, 1 : 1 + RECORD_WIDTH], mode="drop"),
         )
 
-    def write_masks(self, writes: jax.Array) -> "DeviceState":
-        """Rewrite rows of grammar_masks; a row without a grammar has an old mask, which does not count.
-
-        Args:
-          writes: i32[A, 1 + mask_words] row, mask; a row number of max_num_seqs is a pad and dropped.
-        """
-        return replace(self, grammar_masks=self.grammar_masks.at[writes[:, 0]].set(writes[:, 1:], mode="drop"))
-
     def admit_lists(self, lists: jax.Array) -> "DeviceState":
         """Rewrite token lists.
 

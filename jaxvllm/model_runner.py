@@ -32,7 +32,7 @@ from jaxvllm.step import (
     make_process,
     make_sample,
     make_step,
-    write_masks_step,
+    write_masks,
 )
 from jaxvllm.step_handle import StepHandle
 from pallas_kernels import Backend
@@ -207,7 +207,6 @@ class ModelRunner:
         assert self.device_state is not None, "initialize_kv_cache comes first"
         changes: dict[ProgramKey, list[np.ndarray]] = {
             "admit": plan.overflow,
-            "masks": plan.mask_writes,
             "admit_lists": plan.token_lists,
             "admit_history": plan.history,
         }
@@ -225,6 +224,9 @@ class ModelRunner:
         assert state is not None
         rows = (output.rows, state.records, state.token_lists, state.token_ids)
         if plan.has_processing:
+            # Behind the step, which runs meanwhile, and by a program that takes the masks alone of the state.
+            for writes in plan.mask_writes:
+                state = replace(state, grammar_masks=self.programs.get("masks")(state.grammar_masks, writes))
             processed = self.programs.get(SamplingProgram("process", plan.key.R))(
                 output.logits, *rows, state.grammar_masks
             )
@@ -264,16 +266,16 @@ class ModelRunner:
             return self._lower_step(key)
         if key in ("logprobs", "dense_logprobs"):
             return self._lower_logprobs(is_dense=key == "dense_logprobs")
-        limits = self.config.limits
-        change, *shape = {
-            "admit": (admit_step, ADMITS_PER_STEP, admit_width(limits)),
-            "masks": (write_masks_step, MASKS_PER_WRITE, 1 + limits.mask_words),
-            "admit_lists": (admit_lists_step, LISTS_PER_CALL, 1 + list_width(limits.num_processor_params)),
-            "admit_history": (admit_history_step, HISTORY_PIECES_PER_CALL, len(HISTORY_HEADER) + HISTORY_PIECE),
+        limits, state = self.config.limits, self._state_shapes()
+        change, changed, *shape = {
+            "admit": (admit_step, state, ADMITS_PER_STEP, admit_width(limits)),
+            "masks": (write_masks, state.grammar_masks, MASKS_PER_WRITE, 1 + limits.mask_words),
+            "admit_lists": (admit_lists_step, state, LISTS_PER_CALL, 1 + list_width(limits.num_processor_params)),
+            "admit_history": (admit_history_step, state, HISTORY_PIECES_PER_CALL, len(HISTORY_HEADER) + HISTORY_PIECE),
         }[key]
-        # A program that changes device rows before a step.
+        # A program that changes device rows.
         jitted = jax.jit(change, donate_argnums=0, out_shardings=self._replicated)
-        return jitted.lower(self._state_shapes(), self._host_array(*shape))
+        return jitted.lower(changed, self._host_array(*shape))
 
     def _lower_logprobs(self, is_dense: bool) -> jax.stages.Lowered:
         hidden = jax.ShapeDtypeStruct(self._hidden.shape, self._hidden.dtype, sharding=self._replicated)

@@ -179,9 +179,15 @@ def admit_step(device_state: DeviceState, admits: jax.Array) -> DeviceState:
     return device_state.admit(admits)
 
 
-def write_masks_step(device_state: DeviceState, writes: jax.Array) -> DeviceState:
-    """Grammar masks of the next step; device_state is to be donated."""
-    return device_state.write_masks(writes)
+def write_masks(grammar_masks: jax.Array, writes: jax.Array) -> jax.Array:
+    """Rewrite rows of DeviceState.grammar_masks, which is to be donated; a row without a grammar has an old mask, which
+    does not count.
+
+    Args:
+      grammar_masks: i32[max_num_seqs, mask_words].
+      writes: i32[A, 1 + mask_words] row, mask; a row number of max_num_seqs is a pad and dropped.
+    """
+    return grammar_masks.at[writes[:, 0]].set(writes[:, 1:], mode="drop")
 
 
 def admit_lists_step(device_state: DeviceState, lists: jax.Array) -> DeviceState:

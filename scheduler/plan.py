@@ -96,7 +96,7 @@ class StepPlan:
       key: its bucket.
       buffer: i32[PlanLayout.size], owned by the plan (a transfer may still read it while later plans are built).
       overflow: i32[ADMITS_PER_STEP, admit_width] buffers, to be applied before the step.
-      mask_writes: i32[MASKS_PER_WRITE, 1 + mask_words] buffers, row and grammar mask, to be applied before the step.
+      mask_writes: i32[MASKS_PER_WRITE, 1 + mask_words] buffers, row and grammar mask, for the tokens of this step.
       token_lists: i32[LISTS_PER_CALL, 1 + list_width] buffers (row, token lists), to be applied before the step.
       history: i32[HISTORY_PIECES_PER_CALL, HISTORY_HEADER, HISTORY_PIECE tokens] buffers, likewise.
       logprobs: what the step gives beside tokens; None: nothing.
