@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import (
+from common_before import (
     LOG2E,
     Ref,
     capped,
@@ -27,7 +27,7 @@ from pallas_kernels.common import (
     plgpu,
     swizzled_smem,
 )
-from pallas_kernels.prefill_copy import (
+from prefill_copy_before import (
     PrefillInputs,
     PrefillScratch,
     PrefillSizes,
@@ -118,7 +118,7 @@ def paged_prefill(
     pl.kernel(
         functools.partial(_attend, sizes),
         out_type=(),
-        mesh=plgpu.Mesh(grid=(config.num_ctas,), grid_names=("cluster",), cluster=(1,), cluster_names=("cta",), num_threads=num_threads, thread_name="warpgroup"),
+        mesh=plgpu.Mesh(grid=(config.num_ctas,), grid_names=("cta",), num_threads=num_threads, thread_name="warpgroup"),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         name="paged_prefill",
