@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels import rope_write, skinny_matmul
 from pallas_kernels.common import plgpu
 from pallas_kernels.decode import paged_decode
+from pallas_kernels.layer_slice import LayerArray
 from pallas_kernels.prefill import paged_prefill
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm, norm_and_rotate
@@ -177,7 +178,7 @@ def attend(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    kv_scale: jax.Array | None = None,
+    kv_scale: LayerArray | None = None,
     config: AttentionConfig,
     interpret: bool = False,
 ) -> jax.Array:
@@ -189,7 +190,7 @@ def attend(
         "sliding_window": sliding_window,
         "soft_cap": soft_cap,
         "sinks": None if sinks is None else jnp.asarray(sinks, jnp.float32),
-        "kv_scale": None if kv_scale is None else jnp.asarray(kv_scale, jnp.float32),
+        "kv_scale": kv_scale,
         "interpret": plgpu.InterpretGPUParams() if interpret else False,
     }
     decode_work = work.decode_with(sliding_window)
@@ -208,7 +209,7 @@ def rope_and_write_kv(
     *,
     rope: tuple[jax.Array, jax.Array] | None,
     norm: HeadNorm | None,
-    kv_scale: jax.Array | None,
+    kv_scale: LayerArray | None,
     backend: Backend,
 ) -> tuple[jax.Array, jax.Array]:
     """See ops.rope_and_write_kv. One kernel; XLA norms and rotates beforehand what is not a whole head of the cache."""

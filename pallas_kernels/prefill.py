@@ -27,6 +27,7 @@ from pallas_kernels.common import (
     plgpu,
     swizzled_smem,
 )
+from pallas_kernels.layer_slice import LayerArray, as_stack, place_in
 from pallas_kernels.prefill_copy import (
     PrefillInputs,
     PrefillScratch,
@@ -67,7 +68,7 @@ def paged_prefill(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    kv_scale: jax.Array | None = None,
+    kv_scale: LayerArray | None = None,
     config: PrefillConfig,
     interpret: Any = False,
 ) -> jax.Array:
@@ -112,7 +113,7 @@ def paged_prefill(
     if sinks is not None:  # of each row of a tile
         heads = jnp.arange(ROWS_PER_WARPGROUP) % group
         operands.append(sinks.reshape(num_kv_heads, group)[:, heads])
-    operands += [] if kv_scale is None else [kv_scale]
+    operands += [] if kv_scale is None else [as_stack(kv_scale, layer)]
     out_ref = jax.new_ref(out, memory_space=plgpu.GMEM)
     num_threads = config.warpgroups + (2 if sizes.is_narrow else 1)
     pl.kernel(
@@ -258,7 +259,7 @@ def _attend_tiles(
     first, end = sizes.first_step(query), sizes.end_step(query)
     factor: Any = sizes.scale
     if inputs.kv_scale is not None:
-        factor = factor * inputs.kv_scale[0]
+        factor = factor * inputs.kv_scale[place_in(inputs.kv_scale, inputs.layer[0]), 0]
     wgmma = plgpu.Layout.WGMMA
     by_row = wgmma.reduce(1)
 
@@ -399,5 +400,5 @@ def _attend_tiles(
         total = total + jnp.exp2(sink * LOG2E - highest)
     weight = 1.0 / total
     if inputs.kv_scale is not None:
-        weight = weight * inputs.kv_scale[1]
+        weight = weight * inputs.kv_scale[place_in(inputs.kv_scale, inputs.layer[0]), 1]
     return acc * _across_columns(weight, acc)
