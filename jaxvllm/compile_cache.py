@@ -19,17 +19,20 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SamplingStep:
-    """The program of a bucket with all of sampling, where the bucket's own program has the most likely token only."""
+class SamplingProgram:
+    """A program behind a step of R rows, where the most likely tokens are not all that is wanted: see jaxvllm.step."""
 
-    bucket: BucketKey
+    kind: Literal["process", "sample"]
+    R: int
 
     def __str__(self) -> str:
-        return f"{self.bucket} with sampling"
+        return f"{self.kind}(R={self.R})"
 
 
 ProgramKey = (
-    BucketKey | SamplingStep | Literal["admit", "masks", "admit_lists", "admit_history", "logprobs", "dense_logprobs"]
+    BucketKey
+    | SamplingProgram
+    | Literal["admit", "masks", "admit_lists", "admit_history", "logprobs", "dense_logprobs"]
 )
 
 

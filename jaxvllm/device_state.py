@@ -107,13 +107,6 @@ class DeviceState:
         tables = self.block_tables.at[appends[:, 0], appends[:, 1]].set(appends[:, 2], mode="drop")
         return replace(self, block_tables=tables)
 
-    def store_tokens(
-        self, rows: jax.Array, positions: jax.Array, token_ids: jax.Array, is_sampled: jax.Array
-    ) -> "DeviceState":
-        """Remember the tokens of the rows that sampled one; all arguments are [R]."""
-        targets = jnp.where(is_sampled, rows, self.token_ids.shape[0])
-        return replace(self, token_ids=self.token_ids.at[targets, positions].set(token_ids, mode="drop"))
-
     def store_hidden(self, hidden: jax.Array) -> "DeviceState":
         """Keep the hidden states [T, D] of a step, if any are kept."""
         if not self.hidden.size:

@@ -18,8 +18,9 @@ import jax
 from jax import export
 
 from jaxvllm.model_config import ModelConfig
+from jaxvllm.sampling.row_kernel import TRITON_CALL
 
-KERNEL_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # stable enough between two processes of one version
+KERNEL_CALLS = ("mosaic_gpu", "mosaic_gpu_v2", TRITON_CALL)  # stable enough between two processes of one version
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def _make_runner(task: LoweringTask) -> Any:
     from jaxvllm.parallel import make_mesh
 
     model = get_model_class(task.model.architecture)(task.model, unroll_layers=task.unroll_layers)
-    shapes = param_shapes(param_specs(model), make_mesh(jax.devices()), unstack=task.unroll_layers)
+    shapes = param_shapes(param_specs(model), make_mesh(jax.devices()))
     return ModelRunner(lambda traced: bind(model, traced), shapes, task.runner)
 
 

@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxvllm.compile_cache import CompileCache, ProgramKey, SamplingStep, StoredPrograms, compiler_options
+from jaxvllm.compile_cache import CompileCache, ProgramKey, SamplingProgram, StoredPrograms, compiler_options
 from jaxvllm.device_state import DeviceState
 from jaxvllm.kv_cache import KVCacheSpec
 from jaxvllm.lowering import LoweringProcesses, import_step
@@ -24,11 +24,13 @@ from jaxvllm.sampling import LogitsProcessor
 from jaxvllm.step import (
     Model,
     Params,
-    StepFunction,
+    StepOutput,
     admit_history_step,
     admit_lists_step,
     admit_step,
     make_logprobs,
+    make_process,
+    make_sample,
     make_step,
     write_masks_step,
 )
@@ -58,13 +60,12 @@ class RunnerConfig:
       policy: its buckets are the programs.
       kv_cache: layout of the pool.
       num_heads: query heads of the model; the attention kernels' work is cut by them.
+      vocab_size: of its logits.
       backend: of the attention ops.
       mesh: the devices; None for the first one alone.
       hidden_size: of the hidden states kept for prompt logprobs; 0: none are kept, and none can be asked for.
       has_dense_logprobs: whether a request may ask for more than MAX_STEP_LOGPROBS logprobs a position.
       processors: custom logits processors, those of `limits`.
-      splits_sampling: compile a bucket twice, with and without sampling, when each is needed first: for a CPU, where
-        nothing is compiled ahead. Otherwise a bucket's one program does both.
       strict_compile: a compile while serving is an error.
       num_compile_threads: used by warm_up, at most one a CPU.
       store: keeps programs from one start to the next; None keeps none.
@@ -75,12 +76,12 @@ class RunnerConfig:
     policy: BucketPolicy
     kv_cache: KVCacheSpec
     num_heads: int
+    vocab_size: int
     backend: Backend = "reference"
     mesh: Mesh | None = None
     hidden_size: int = 0
     has_dense_logprobs: bool = False
     processors: tuple[LogitsProcessor, ...] = ()
-    splits_sampling: bool = True
     strict_compile: bool = False
     num_compile_threads: int = MAX_COMPILE_THREADS
     store: ProgramStore | None = None
@@ -144,6 +145,16 @@ class ModelRunner:
             self.programs.forget()
         self._num_blocks = num_blocks
 
+    def workspace_bytes(self, key: ProgramKey) -> int | None:
+        """Device bytes that a program needs beside its arguments; None if the compiler did not say.
+
+        For a bucket, with those that the sampler's programs may need behind it: processed logits, and a word a token.
+        """
+        found = self.programs.workspace_bytes(key)
+        if found is None or not isinstance(key, BucketKey):
+            return found
+        return found + 2 * key.R * self.config.vocab_size * 4
+
     def state_bytes(self) -> int:
         """Device bytes of the persistent rows and hidden states."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._state_shapes()))
@@ -159,8 +170,8 @@ class ModelRunner:
         """All programs that serving can need, in the fixed order of lowering."""
         buckets = self.config.policy.keys()
         keys: list[ProgramKey] = list(buckets)
-        if self.config.splits_sampling:
-            keys += [SamplingStep(bucket) for bucket in buckets]
+        for num_rows in sorted({bucket.R for bucket in buckets}):
+            keys += [SamplingProgram("process", num_rows), SamplingProgram("sample", num_rows)]
         if self.config.limits.max_num_seqs > ADMITS_PER_STEP:
             keys.append("admit")
         if self.config.limits.vocab_size:
@@ -203,10 +214,24 @@ class ModelRunner:
         for key, buffers in changes.items():
             for buffer in buffers:
                 self.device_state = self.programs.get(key)(self.device_state, buffer)
-        is_split = self.config.splits_sampling and not plan.is_plain
-        program = self.programs.get(SamplingStep(plan.key) if is_split else plan.key)
+        program = self.programs.get(plan.key)
         output, self.kv_cache, self.device_state = program(self._params, self.kv_cache, self.device_state, plan.buffer)
-        return StepHandle(output, plan, *self._compute_logprobs(plan.logprobs))
+        token_ids, logprobs = (output.token_ids, None) if plan.is_plain else self._sample(output, plan)
+        return StepHandle(token_ids, logprobs, plan, *self._compute_logprobs(plan.logprobs))
+
+    def _sample(self, output: StepOutput, plan: StepPlan) -> tuple[jax.Array, jax.Array]:
+        """Dispatch what chooses the tokens of the step just dispatched; ids and logprobs."""
+        state, processed = self.device_state, output.logits
+        assert state is not None
+        rows = (output.rows, state.records, state.token_lists, state.token_ids)
+        if plan.has_processing:
+            processed = self.programs.get(SamplingProgram("process", plan.key.R))(
+                output.logits, *rows, state.grammar_masks
+            )
+        sample = self.programs.get(SamplingProgram("sample", plan.key.R))
+        token_ids, logprobs, token_store = sample(output.logits, processed, *rows)
+        self.device_state = replace(state, token_ids=token_store)
+        return token_ids, logprobs
 
     def _compute_logprobs(self, plan: LogprobPlan | None) -> tuple[list[jax.Array], list[jax.Array]]:
         """Dispatch the logprobs programs for the step just dispatched, before the next one takes its hidden states."""
@@ -229,13 +254,13 @@ class ModelRunner:
     @cached_property
     def _fixed_parts(self) -> dict[str, str]:
         """What all programs of this runner depend on, besides code and libraries."""
-        names = ("limits", "kv_cache", "num_heads", "backend", "hidden_size", "splits_sampling", "model")
+        names = ("limits", "kv_cache", "num_heads", "vocab_size", "backend", "hidden_size", "model")
         parts = {name: getattr(self.config, name) for name in names} | describe_devices(self._devices)
         parts |= {"params": self._param_shapes, "options": self._compiler_options, "hidden": self._hidden}
         return {name: repr(part) for name, part in parts.items()}
 
     def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
-        if isinstance(key, BucketKey | SamplingStep):
+        if isinstance(key, BucketKey | SamplingProgram):
             return self._lower_step(key)
         if key in ("logprobs", "dense_logprobs"):
             return self._lower_logprobs(is_dense=key == "dense_logprobs")
@@ -253,26 +278,29 @@ class ModelRunner:
     def _lower_logprobs(self, is_dense: bool) -> jax.stages.Lowered:
         hidden = jax.ShapeDtypeStruct(self._hidden.shape, self._hidden.dtype, sharding=self._replicated)
         num_positions = DENSE_POSITIONS if is_dense else LOGPROB_POSITIONS
-        jitted = jax.jit(make_logprobs(self._bind, is_dense), out_shardings=self._replicated)
+        jitted = jax.jit(make_logprobs(self._bind, is_dense, self.config.backend), out_shardings=self._replicated)
         return jitted.lower(self._param_shapes, hidden, self._host_array(num_positions, len(POSITION_FIELDS)))
 
     def _state_shapes(self) -> DeviceState:
         return DeviceState.shapes(self.config.limits, self._replicated, self._hidden)
 
-    def step_and_args(self, key: BucketKey | SamplingStep) -> tuple[StepFunction, tuple[Any, ...]]:
-        """The function of a step and the shapes of its arguments."""
-        config = self.config
-        bucket = key.bucket if isinstance(key, SamplingStep) else key
-        is_plain = config.splits_sampling and not isinstance(key, SamplingStep)
-        layout = PlanLayout.make(bucket, config.limits)
+    def step_and_args(self, key: BucketKey | SamplingProgram) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The function of a step, or of what may follow it, and the shapes of its arguments."""
+        config, state = self.config, self._state_shapes()
+        if isinstance(key, SamplingProgram):
+            shape = (key.R, config.vocab_size)
+            logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._replicated)
+            rows = (self._host_array(3, key.R), state.records, state.token_lists, state.token_ids)
+            if key.kind == "process":
+                return make_process(config.processors), (logits, *rows, state.grammar_masks)
+            return make_sample(config.backend), (logits, logits, *rows)
+        layout = PlanLayout.make(key, config.limits)
         pool = config.kv_cache
         kv_cache = jax.ShapeDtypeStruct(pool.shape(self._num_blocks), pool.dtype, sharding=self._pool_sharding)
-        step = make_step(
-            self._bind, bucket, layout, config.backend, config.num_heads, config.processors, is_plain=is_plain
-        )
-        return step, (self._param_shapes, kv_cache, self._state_shapes(), self._host_array(layout.size))
+        step = make_step(self._bind, key, layout, config.backend, config.num_heads)
+        return step, (self._param_shapes, kv_cache, state, self._host_array(layout.size))
 
-    def _lower_step(self, key: BucketKey | SamplingStep) -> jax.stages.Lowered:
+    def _lower_step(self, key: BucketKey | SamplingProgram) -> jax.stages.Lowered:
         step, args = self.step_and_args(key)
         if self._lowering is not None:
             step = import_step(self._lowering.export(key, self._num_blocks))
@@ -281,6 +309,9 @@ class ModelRunner:
         step.__name__ = re.sub(r"\W+", "_", f"step_{key}").strip("_")
         if self.config.store is not None:
             step.__name__ += f"_{self._fingerprint(key)[:8]}"
+        if isinstance(key, SamplingProgram):
+            donated = () if key.kind == "process" else (len(args) - 1,)  # token_ids, which the tokens are entered into
+            return jax.jit(step, donate_argnums=donated, out_shardings=self._replicated).lower(*args)
         out_shardings = (self._replicated, self._pool_sharding, self._replicated)
         return jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(*args)
 

@@ -22,9 +22,14 @@ def random_bits(seed: jax.Array, index: jax.Array, counters: jax.Array) -> jax.A
 
     Returns: u32[R, n].
     """
-    key = _threefry(seed[:, 0], seed[:, 1], jnp.zeros_like(seed[:, 0]), index.astype(jnp.uint32))
-    counters = jnp.broadcast_to(counters.astype(jnp.uint32), (seed.shape[0], counters.shape[-1]))
-    high, low = _threefry(key[0][:, None], key[1][:, None], jnp.zeros_like(counters), counters)
+    counters = jnp.broadcast_to(counters, (seed.shape[0], counters.shape[-1]))
+    return random_words(seed[:, :1], seed[:, 1:], index[:, None], counters)
+
+
+def random_words(seed_high: jax.Array, seed_low: jax.Array, index: jax.Array, counters: jax.Array) -> jax.Array:
+    """The same for arguments that broadcast to the shape of the i32 counters, a kernel's scalars among them."""
+    key0, key1 = _threefry(seed_high, seed_low, jnp.zeros_like(seed_high), index.astype(jnp.uint32))
+    high, low = _threefry(key0, key1, jnp.zeros_like(counters, jnp.uint32), counters.astype(jnp.uint32))
     return high ^ low
 
 

@@ -1,7 +1,12 @@
-"""The one program of a step: unpack, update the rows, forward, logits of R rows, sample, remember the tokens."""
+"""The programs of a step: unpack, update the rows, forward, logits of R rows, the most likely tokens, remember them.
+
+Where a request wants more than that, two programs for the number of rows follow, and the second one's tokens replace
+those of the first: `process` changes logits, `sample` chooses tokens and gives logprobs. They are no part of the step:
+XLA prepares all branches of a program each time it runs, taken or not, and compiles them again for every bucket.
+"""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,7 +16,7 @@ import jax.numpy as jnp
 from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.device_state import DeviceState
 from jaxvllm.layers.parameter import Weight
-from jaxvllm.sampling import LogitsProcessor, SamplingRows, position_logprobs, sample, sample_plainly
+from jaxvllm.sampling import LogitsProcessor, SamplingRows, greedy, position_logprobs, process_logits, sample
 from pallas_kernels import Backend
 from scheduler.buckets import BucketKey
 from scheduler.logprob_plan import POSITION_FIELDS
@@ -44,8 +49,9 @@ class Model(Protocol):
 class StepOutput:
     """What a step gives: fresh arrays, never donated, so the host can read them while later steps run."""
 
-    token_ids: jax.Array  # i32[R]
-    logprobs: jax.Array  # i32[R, sampling.LOGPROBS_WIDTH]; zeros unless a row asks for logprobs
+    token_ids: jax.Array  # i32[R] the most likely ones
+    logits: jax.Array  # f32[R, V]
+    rows: jax.Array  # i32[3, R] persistent rows, seq_lens, needs_sample: what the sampler has to know of the plan
 
 
 StepFunction = Callable[[Params, jax.Array, DeviceState, jax.Array], tuple[StepOutput, jax.Array, DeviceState]]
@@ -57,9 +63,6 @@ def make_step(
     layout: PlanLayout,
     backend: Backend,
     num_heads: int,
-    processors: tuple[LogitsProcessor, ...] = (),
-    *,
-    is_plain: bool = False,
 ) -> StepFunction:
     """The step function of a bucket, ready to be jitted with kv_cache and device_state donated.
 
@@ -69,8 +72,6 @@ def make_step(
       layout: of its buffer.
       backend: of the attention ops.
       num_heads: query heads of the model.
-      processors: custom logits processors, in the order of their bits.
-      is_plain: every row takes the most likely token, whatever its request says, and nobody wants logprobs.
 
     Returns:
       step(params, kv_cache, device_state, buffer) -> (StepOutput, kv_cache, device_state).
@@ -88,12 +89,68 @@ def make_step(
         if key.kind == "mixed":
             device_state = device_state.store_hidden(hidden)
         logits = model.compute_logits(hidden[plan["logits_indices"]])
-        rows = SamplingRows.of_step(device_state, plan)
-        token_ids, logprobs = sample_plainly(logits) if is_plain else sample(logits, rows, processors)
-        device_state = device_state.store_tokens(plan["rows"], plan["seq_lens"], token_ids, rows.needs_sample)
-        return StepOutput(token_ids, logprobs), kv_cache, device_state
+        token_ids = greedy(logits)
+        rows = jnp.stack([plan["rows"], plan["seq_lens"], plan["needs_sample"]])
+        token_store = store_tokens(device_state.token_ids, rows, token_ids)
+        return StepOutput(token_ids, logits, rows), kv_cache, replace(device_state, token_ids=token_store)
 
     return step
+
+
+def make_process(processors: tuple[LogitsProcessor, ...] = ()) -> Callable[..., jax.Array]:
+    """The program that changes a step's logits as its requests ask.
+
+    Args:
+      processors: custom ones, in the order of their bits.
+
+    Returns:
+      process(logits f32[R, V], rows i32[3, R], records, token_lists, token_ids, grammar_masks) -> f32[R, V]; the last
+      four are the device state's.
+    """
+
+    def process(logits: jax.Array, step_rows: jax.Array, *state: jax.Array) -> jax.Array:
+        return process_logits(logits, SamplingRows.of_step(step_rows, *state), processors)
+
+    return process
+
+
+def make_sample(backend: Backend) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+    """The program that chooses tokens by what the requests ask.
+
+    Args:
+      backend: of the attention ops.
+
+    Returns:
+      sample(logits f32[R, V], processed f32[R, V], rows i32[3, R], records, token_lists, token_ids) -> i32[R] tokens,
+      i32[R, LOGPROBS_WIDTH] logprobs, and token_ids, which is to be donated, with the tokens.
+    """
+
+    def step_sample(
+        logits: jax.Array,
+        processed: jax.Array,
+        step_rows: jax.Array,
+        records: jax.Array,
+        token_lists: jax.Array,
+        token_store: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        rows = SamplingRows.of_step(step_rows, records, token_lists, token_store)
+        token_ids, logprobs = sample(logits, processed, rows, backend)
+        return token_ids, logprobs, store_tokens(token_store, step_rows, token_ids)
+
+    return step_sample
+
+
+def store_tokens(token_store: jax.Array, step_rows: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Remember the tokens of the rows that sampled one.
+
+    Args:
+      token_store: i32[N, L] DeviceState.token_ids.
+      step_rows: i32[3, R] see StepOutput.
+      token_ids: i32[R].
+    """
+    rows, positions, is_sampled = step_rows
+    targets = jnp.where(is_sampled == 1, rows, token_store.shape[0])
+    return token_store.at[targets, positions].set(token_ids, mode="drop")
 
 
 def run_model(
@@ -137,8 +194,13 @@ def admit_history_step(device_state: DeviceState, pieces: jax.Array) -> DeviceSt
     return device_state.admit_history(pieces)
 
 
-def make_logprobs(bind: Callable[[Params], Model], is_dense: bool) -> Callable[..., jax.Array]:
+def make_logprobs(bind: Callable[[Params], Model], is_dense: bool, backend: Backend) -> Callable[..., jax.Array]:
     """The program for logprobs at positions of the last mixed step.
+
+    Args:
+      bind: as in make_step.
+      is_dense: of all tokens, for requests that ask for more than a step gives.
+      backend: of the attention ops.
 
     Returns:
       logprobs(params, hidden [T, D], positions i32[C, 3]) -> i32[C, LOGPROBS_WIDTH], or f32[C, V] if is_dense.
@@ -149,7 +211,7 @@ def make_logprobs(bind: Callable[[Params], Model], is_dense: bool) -> Callable[.
         logits = bind(params).compute_logits(hidden[index])
         if is_dense:
             return jax.nn.log_softmax(logits, axis=-1)
-        return position_logprobs(logits, target, num_logprobs)
+        return position_logprobs(logits, target, num_logprobs, backend)
 
     return logprobs
 

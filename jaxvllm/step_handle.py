@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jaxvllm.step import StepOutput
 from scheduler.logprob_columns import read_dense, read_logprobs
 from scheduler.logprob_plan import LogprobPlan
 from scheduler.outputs import ModelRunnerOutput, PromptLogprobs, TokenLogprobs
@@ -15,19 +14,27 @@ from scheduler.plan import StepPlan
 class StepHandle:
     """A step in flight. What it gives lies in buffers of its own, so later steps may run before anybody waits."""
 
-    def __init__(self, output: StepOutput, plan: StepPlan, positions: list[jax.Array], dense: list[jax.Array]) -> None:
+    def __init__(
+        self,
+        token_ids: jax.Array,
+        logprobs: jax.Array | None,
+        plan: StepPlan,
+        positions: list[jax.Array],
+        dense: list[jax.Array],
+    ) -> None:
         """Start the copies to the host.
 
         Args:
-          output: of the step.
+          token_ids: i32[R] of the step.
+          logprobs: i32[R, LOGPROBS_WIDTH] of its tokens; None if nobody wants more than the most likely token.
           plan: the step.
           positions, dense: what the logprobs programs gave for the chunks of plan.logprobs.
         """
-        self._token_ids = output.token_ids
+        self._token_ids = token_ids
         self._request_ids = plan.request_ids
         self._needs_sample = plan.needs_sample
         self._plan = plan.logprobs
-        self._logprobs = output.logprobs if plan.logprobs and plan.logprobs.sampled else None
+        self._logprobs = logprobs if plan.logprobs and plan.logprobs.sampled else None
         self._positions, self._dense = positions, dense
         for array in (self._token_ids, self._logprobs, *positions, *dense):
             if array is not None:

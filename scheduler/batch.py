@@ -58,6 +58,7 @@ class SamplingRecord:
       dense_logprobs: the request's `logprobs` where the step cannot give so many; else None.
       prompt_logprobs: as the request has it.
       is_plain: the most likely token is all that is wanted of a step.
+      processed_until: while the request has fewer tokens than this, its logits are changed before a token is chosen.
       listed_ids: logprob_token_ids, which then make up num_logprobs - 1 of them.
     """
 
@@ -70,6 +71,7 @@ class SamplingRecord:
     prompt_logprobs: int | None
     listed_ids: list[int] | None
     is_plain: bool
+    processed_until: int
 
     @classmethod
     def make(
@@ -92,7 +94,20 @@ class SamplingRecord:
             and not _has_penalties(params)
             and params.logprobs is None
             and params.structured_outputs is None,
+            processed_until=_processed_until(params, num_prompt_tokens),
         )
+
+
+def _processed_until(params: SamplingParams, num_prompt_tokens: int) -> int:
+    if (
+        _has_penalties(params)
+        or params.structured_outputs is not None
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.derived is not None
+    ):
+        return np.iinfo(np.int64).max
+    return num_prompt_tokens + params.min_tokens if params.min_tokens else 0
 
 
 def _has_penalties(params: SamplingParams) -> bool:
@@ -126,6 +141,7 @@ class Batch:
       records: by request id, kept while a request is pre-empted.
       wants_logprobs: the rows whose request asked for logprobs of any kind.
       wants_sampling: the rows whose request needs more of a step than the most likely token.
+      processed_until: i64[max_num_seqs] see SamplingRecord, by row.
     """
 
     def __init__(self, limits: BatchLimits, seed: int | None = None) -> None:
@@ -143,6 +159,7 @@ class Batch:
         self.records: dict[str, SamplingRecord] = {}
         self.wants_logprobs: set[int] = set()
         self.wants_sampling: set[int] = set()
+        self.processed_until = np.zeros(limits.max_num_seqs, np.int64)
         self._num_blocks = [0] * limits.max_num_seqs
         self._free_rows = list(range(limits.max_num_seqs))[::-1]
         self._seeds = np.random.default_rng(seed)
@@ -196,6 +213,7 @@ class Batch:
             self.wants_logprobs.add(row)
         if not record.is_plain:
             self.wants_sampling.add(row)
+        self.processed_until[row] = record.processed_until
         return row
 
     def _release_row(self, request_id: str) -> None:

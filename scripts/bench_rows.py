@@ -28,7 +28,7 @@ from kernel_rows import Requests, seconds_a_call
 
 from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.compile_cache import compiler_options
-from jaxvllm.layers.parameter import bind, param_specs, unstack_small
+from jaxvllm.layers.parameter import bind, param_specs
 from jaxvllm.model_source import resolve
 from jaxvllm.models.registry import get_model_class
 from jaxvllm.weights.dummy import dummy_params
@@ -94,7 +94,7 @@ def main() -> None:
     config = resolve(workloads.write_config(args.model)).config
     model = get_model_class(config.architecture)(config, unroll_layers=True)
     specs = param_specs(model)
-    params = unstack_small(dummy_params(specs), specs)
+    params = dummy_params(specs)
     requests = [
         Requests(np.full(s.num_requests, s.num_keys, np.int32), np.full(s.num_requests, s.new, np.int32), BLOCK_SIZE)
         for s in STEPS

@@ -2,11 +2,13 @@
 
     python scripts/bench_sampling.py --out scripts/results/h200/sampling.json             # one GPU
     python scripts/bench_sampling.py --model tiny --device cpu --requests 8 --steps 20     # anywhere, in a minute
+    python scripts/bench_sampling.py --trace --kinds greedy "logprobs 5"                   # and by kernel
 
 All requests run at once; a step's time is the median time between two steps of the core, by the core's own clock,
 while all requests decode; wall_ms is what a step takes until the caller has its outputs. Greedy is timed first and
 last, so that drift shows. Checked beforehand: every token of a greedy request is the most likely one by its logprobs,
-and a fixed seed gives the same ids in another order of requests.
+and a fixed seed gives the same ids in another order of requests. With --trace an engine in this process, one step at a
+time, then says which kernels each kind adds to a greedy step.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import workloads
+from kernel_trace import Kernel, added_kernels, trace_kernels
 
 from jaxvllm import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 
@@ -44,9 +47,10 @@ KINDS: dict[str, dict] = {
 GOAL = 1.05
 MEASURED_BY_GOAL = ("temperature, top-p 0.9, top-k 50", "logprobs 5", "penalties")
 BUCKET_SIZES = (1, 8, 32, 128, 256)
+TRACED_STEPS = 4
 
 
-def start(args: argparse.Namespace) -> LLMEngine:
+def start(args: argparse.Namespace, **options: Any) -> LLMEngine:
     """The engine on dummy weights; prefix caching off, so that every run computes its prompts."""
     if args.model == "tiny":
         folder = Path(tempfile.mkdtemp())
@@ -65,6 +69,7 @@ def start(args: argparse.Namespace) -> LLMEngine:
             device=args.device,
             enable_prefix_caching=False,
             **sizes,
+            **options,
         )
     )
 
@@ -123,6 +128,36 @@ def time_kind(engine: LLMEngine, args: argparse.Namespace, fields: dict) -> dict
         "step_ms": 1000 * float(np.median(np.diff(steady))),
         "wall_ms": 1000 * (wall[-1] - wall[0]) / (len(wall) - 1),
     }
+
+
+def trace_kind(engine: LLMEngine, args: argparse.Namespace, fields: dict) -> dict[str, Kernel]:
+    """Kernels of a decode step of all requests."""
+    for index, prompt in enumerate(prompts(args)):
+        engine.add_request(str(index), prompt, make_params(args.steps, index, fields))
+    while len(engine.step()) < args.requests:
+        pass
+    for _ in range(TRACED_STEPS):
+        engine.step()
+    kernels = trace_kernels(engine.step, TRACED_STEPS)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return kernels
+
+
+def trace(args: argparse.Namespace) -> dict[str, list[dict]]:
+    """Kernels that each kind adds to a greedy step, printed and returned; the engine runs in this process."""
+    engine = start(args, multiprocess=False, async_scheduling=False)
+    base = trace_kind(engine, args, KINDS["greedy"])
+    print(f"kernels of a greedy step: {sum(kernel.us for kernel in base.values()):.0f} us", flush=True)
+    tables: dict[str, list[dict]] = {}
+    for name in args.kinds or KINDS:
+        added = added_kernels(trace_kind(engine, args, KINDS[name]), base)
+        tables[name] = [{"name": kernel_name, **vars(kernel)} for kernel_name, kernel in added]
+        print(f"{name} adds {sum(kernel.us for _, kernel in added):.0f} us:", flush=True)
+        for kernel_name, kernel in added:
+            print(f"  {kernel.us:9.1f} us {kernel.calls:6.2f} x {kernel_name[:60]:60} {kernel.details}", flush=True)
+    engine.shutdown()
+    return tables
 
 
 def check(engine: LLMEngine, args: argparse.Namespace) -> dict[str, bool]:
@@ -211,8 +246,11 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown", help="recorded with the results")
     parser.add_argument("--device-name", default="one NVIDIA H200")
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--trace", action="store_true", help="also say which kernels each kind adds")
     args = parser.parse_args()
     result = measure(args)
+    if args.trace:
+        result["added_kernels"] = trace(args)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")

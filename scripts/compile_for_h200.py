@@ -145,8 +145,8 @@ def compile_step(folder: Path) -> list[str]:
     spec = KVCacheSpec.of_model(config, 16, backend="mosaic_gpu")
     runner = ModelRunner(
         lambda traced: bind(model, traced),
-        param_shapes(param_specs(model), mesh, unstack=True),
-        RunnerConfig(limits, powers_of_two(64, 2048), spec, config.num_heads, "mosaic_gpu", mesh),
+        param_shapes(param_specs(model), mesh),
+        RunnerConfig(limits, powers_of_two(64, 2048), spec, config.num_heads, config.vocab_size, "mosaic_gpu", mesh),
     )
     runner.set_num_blocks(4096)
     wrong = []

@@ -8,49 +8,26 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxvllm.sampling.groups import best_groups, first_largest, has_groups
-from jaxvllm.sampling.rows import SamplingRows
-from scheduler.logprob_columns import LogprobColumn
-from scheduler.records import MAX_STEP_LOGPROBS, RecordField
-from scheduler.sampling_params import MAX_LOGPROB_TOKEN_IDS
-from scheduler.token_lists import ListField
+from scheduler.records import MAX_STEP_LOGPROBS
 
 _NUM_GROUPS = 32  # at least MAX_STEP_LOGPROBS: then the first of equals are found among the best groups too
 
 
-def sampled_logprobs(logits: jax.Array, token_ids: jax.Array, rows: SamplingRows) -> jax.Array:
-    """The logprobs of a step's sampled tokens.
-
-    Args:
-      logits: f32[R, V] as the model gave them.
-      token_ids: i32[R] sampled.
-      rows: the requests.
-
-    Returns: i32[R, LOGPROBS_WIDTH], see scheduler.logprob_columns.
-    """
-    num_listed = jnp.where(rows.needs_sample, rows.ints(RecordField.NUM_LISTED_IDS), 0)
-    packed = position_logprobs(logits, token_ids, jnp.where(num_listed > 0, 1, rows.num_logprobs))
-
-    def listed(logits: jax.Array) -> jax.Array:
-        ids = rows.lists(ListField.LISTED_IDS, MAX_LOGPROB_TOKEN_IDS)
-        values = jnp.take_along_axis(logits, ids, axis=1) - _log_normaliser(logits)[:, None]
-        return _bits(values)
-
-    empty = jnp.zeros((logits.shape[0], MAX_LOGPROB_TOKEN_IDS), jnp.int32)
-    values = lax.cond(jnp.any(num_listed > 0), listed, lambda _: empty, logits)
-    return packed.at[:, LogprobColumn.LISTED :].set(values)
-
-
-def position_logprobs(logits: jax.Array, targets: jax.Array, num_logprobs: jax.Array) -> jax.Array:
-    """The logprob and rank of one token a row, and the most likely tokens.
+def position_logprobs(
+    logits: jax.Array, targets: jax.Array, num_logprobs: jax.Array, listed_ids: jax.Array, num_listed: jax.Array
+) -> jax.Array:
+    """The logprob and rank of one token a row, of the most likely tokens, and of listed ones.
 
     Args:
       logits: f32[R, V] as the model gave them.
       targets: i32[R] token ids.
       num_logprobs: i32[R] entries wanted, the target's included; as many as the largest asks are computed for all.
+      listed_ids: i32[R, MAX_LOGPROB_TOKEN_IDS].
+      num_listed: i32[R] how many of them count; 0 everywhere: their logprobs are 0.
 
-    Returns: i32[R, LOGPROBS_WIDTH], see scheduler.logprob_columns; the LISTED columns are 0.
+    Returns: i32[R, LOGPROBS_WIDTH], see scheduler.logprob_columns.
     """
-    num_rows, vocab_size = logits.shape
+    vocab_size = logits.shape[1]
     if has_groups(vocab_size, _NUM_GROUPS):
         best = best_groups(logits, _NUM_GROUPS)
         values, ids, largest = best.values, best.ids, best.largest
@@ -60,17 +37,13 @@ def position_logprobs(logits: jax.Array, targets: jax.Array, num_logprobs: jax.A
     rank = jnp.sum(logits >= target, axis=1, dtype=jnp.int32)
     normaliser = largest + jnp.log(jnp.sum(jnp.exp(logits - largest[:, None]), axis=1))
     top_ids, top = _most_likely(values, ids, jnp.clip(jnp.max(num_logprobs) - 1, 0, MAX_STEP_LOGPROBS))
-    all_values = jnp.concatenate([target, top], axis=1) - normaliser[:, None]
-    return jnp.concatenate(
-        [
-            rank[:, None],
-            targets[:, None],
-            top_ids,
-            _bits(all_values),
-            jnp.zeros((num_rows, MAX_LOGPROB_TOKEN_IDS), jnp.int32),
-        ],
-        axis=1,
+    listed = lax.cond(
+        jnp.any(num_listed > 0),
+        lambda: jnp.take_along_axis(logits, listed_ids, axis=1) - normaliser[:, None],
+        lambda: jnp.zeros(listed_ids.shape, jnp.float32),
     )
+    all_values = jnp.concatenate([target, top], axis=1) - normaliser[:, None]
+    return jnp.concatenate([rank[:, None], targets[:, None], top_ids, _bits(all_values), _bits(listed)], axis=1)
 
 
 def _most_likely(values: jax.Array, ids: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -86,11 +59,6 @@ def _most_likely(values: jax.Array, ids: jax.Array, count: jax.Array) -> tuple[j
     start = values, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
     _, out_ids, out_values = lax.fori_loop(0, count, take_next, start)
     return out_ids, out_values
-
-
-def _log_normaliser(logits: jax.Array) -> jax.Array:
-    """f32[R] such that logit - normaliser is the logprob."""
-    return jax.nn.logsumexp(logits, axis=1)
 
 
 def _bits(values: jax.Array) -> jax.Array:

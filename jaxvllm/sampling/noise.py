@@ -14,6 +14,10 @@ def gumbel_noise(rows: SamplingRows, token_ids: jax.Array) -> jax.Array:
       rows: row r's noise depends on its (seed, output_index) only.
       token_ids: i32[n] or i32[R, n]; a token's noise is the same among whichever others it stands.
     """
-    bits = random_bits(rows.seed, rows.output_index, token_ids)
+    return gumbel(random_bits(rows.seed, rows.output_index, token_ids))
+
+
+def gumbel(bits: jax.Array) -> jax.Array:
+    """The noise made of u32 random words; between -2.82 and 16.64."""
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23  # in the open interval (0, 1)
     return -jnp.log(-jnp.log(uniform))

@@ -13,16 +13,18 @@ from jax import lax
 
 from jaxvllm.sampling.custom import LogitsProcessor
 from jaxvllm.sampling.rows import SamplingRows
+from jaxvllm.sampling.thinking import forced_ids
 from jaxvllm.sampling.token_counts import FORBIDDEN, IN_PROMPT, count_tokens
 from scheduler.records import RecordField
 from scheduler.sampling_params import MAX_LISTED_IDS
 from scheduler.token_lists import MAX_MASKED_IDS, ListField
 
 _ROWS_PER_CHUNK = 16  # rows that mask_grammar treats at a time
+_CERTAIN = 1e30  # the logit of a token that must come; finite at any temperature
 
 
 def process_logits(logits: jax.Array, rows: SamplingRows, processors: tuple[LogitsProcessor, ...] = ()) -> jax.Array:
-    """Apply all that the rows ask for, but the thinking budget (thinking.py), which names a token.
+    """Apply all that the rows ask for.
 
     Args:
       logits: f32[R, V].
@@ -42,7 +44,9 @@ def process_logits(logits: jax.Array, rows: SamplingRows, processors: tuple[Logi
     for index, processor in enumerate(processors):
         penalised = _apply_custom(penalised, rows, processor, index, start)
         start += processor.num_params
-    return penalised
+    forced = forced_ids(rows)
+    places = jnp.arange(logits.shape[0]), jnp.where(forced >= 0, forced, logits.shape[1])
+    return penalised.at[places].set(_CERTAIN, mode="drop")
 
 
 def mask_grammar(logits: jax.Array, rows: SamplingRows) -> jax.Array:

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxvllm.device_state import DeviceState
 from scheduler.records import RecordField
 
 
@@ -28,17 +27,29 @@ class SamplingRows:
     grammar_masks: jax.Array  # i32[N, words] bit b of word w: token 32 * w + b may come next
 
     @staticmethod
-    def of_step(device_state: DeviceState, plan: dict[str, jax.Array]) -> "SamplingRows":
-        """The rows of a step whose admissions are in device_state."""
-        rows = plan["rows"]
+    def of_step(
+        step_rows: jax.Array,
+        records: jax.Array,
+        token_lists: jax.Array,
+        token_ids: jax.Array,
+        grammar_masks: jax.Array | None = None,
+    ) -> "SamplingRows":
+        """The rows of a step.
+
+        Args:
+          step_rows: i32[3, R] as StepOutput has them.
+          records, token_lists, token_ids, grammar_masks: of the device state, with the step's admissions; without
+            grammar_masks no grammar is applied.
+        """
+        rows, seq_lens, needs_sample = step_rows
         return SamplingRows(
-            records=device_state.records.at[rows].get(mode="fill", fill_value=0),
-            seq_lens=plan["seq_lens"],
-            needs_sample=plan["needs_sample"] == 1,
+            records=records.at[rows].get(mode="fill", fill_value=0),
+            seq_lens=seq_lens,
+            needs_sample=needs_sample == 1,
             rows=rows,
-            token_ids=device_state.token_ids,
-            token_lists=device_state.token_lists,
-            grammar_masks=device_state.grammar_masks,
+            token_ids=token_ids,
+            token_lists=token_lists,
+            grammar_masks=jnp.zeros((0, 0), jnp.int32) if grammar_masks is None else grammar_masks,
         )
 
     def ints(self, column: RecordField) -> jax.Array:

@@ -1,61 +1,64 @@
-"""From logits to token ids and logprobs: what processors, draw and logprobs make together."""
+"""From logits to token ids and logprobs: by kernels where there are some for the device, else by XLA."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxvllm.sampling.custom import LogitsProcessor
-from jaxvllm.sampling.draw import choose, greedy
-from jaxvllm.sampling.logprobs import sampled_logprobs
-from jaxvllm.sampling.processors import process_logits
+from jaxvllm.sampling import draw, draw_kernel, logprobs, logprobs_kernel
 from jaxvllm.sampling.rows import SamplingRows
-from jaxvllm.sampling.thinking import forced_ids
+from pallas_kernels import Backend
 from scheduler.logprob_columns import LOGPROBS_WIDTH
+from scheduler.records import RecordField
+from scheduler.sampling_params import MAX_LOGPROB_TOKEN_IDS
+from scheduler.token_lists import ListField
 
 
 def sample(
-    logits: jax.Array, rows: SamplingRows, processors: tuple[LogitsProcessor, ...] = ()
+    logits: jax.Array, processed: jax.Array, rows: SamplingRows, backend: Backend = "reference"
 ) -> tuple[jax.Array, jax.Array]:
     """One token a row, and its logprobs.
 
     Args:
-      logits: f32[R, V].
+      logits: f32[R, V] as the model gave them: of these are the logprobs.
+      processed: f32[R, V] from process_logits: of these is the choice. May be the same array.
       rows: the requests; what comes out of a row without needs_sample is arbitrary.
-      processors: custom ones, in the order of their bits.
+      backend: of the attention ops: where these have kernels, sampling has them too.
 
-    Returns: i32[R] token ids; i32[R, LOGPROBS_WIDTH] logprobs, zeros if no row wants any.
+    Returns: i32[R] token ids; i32[R, LOGPROBS_WIDTH] logprobs, arbitrary where a row wants none.
     """
-    # One cond over everything beyond argmax, and it returns ids: a branch that passed logits through would copy them.
-    is_plain = rows.is_greedy & ~rows.has_processing
-    is_unseen = ~rows.needs_sample
-    no_logprobs = jnp.zeros((logits.shape[0], LOGPROBS_WIDTH), jnp.int32)
-
-    def work(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        token_ids = lax.cond(
-            jnp.all(is_plain | is_unseen), greedy, lambda logits: _process_and_choose(logits, rows, processors), logits
-        )
-        return token_ids, lax.cond(
-            jnp.any(rows.num_logprobs > 0),
-            lambda logits: sampled_logprobs(logits, token_ids, rows),
-            lambda _: no_logprobs,
-            logits,
-        )
-
-    is_trivial = jnp.all((is_plain & (rows.num_logprobs == 0)) | is_unseen)
-    return lax.cond(is_trivial, sample_plainly, work, logits)
-
-
-def sample_plainly(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What `sample` gives where every row is greedy and asks for nothing else; f32[R, V] logits."""
-    return greedy(logits), jnp.zeros((logits.shape[0], LOGPROBS_WIDTH), jnp.int32)
-
-
-def _process_and_choose(logits: jax.Array, rows: SamplingRows, processors: tuple[LogitsProcessor, ...]) -> jax.Array:
-    # Passed through unprocessed, the logits are copied once: cheaper to start with than two programs for a draw.
-    is_processed = jnp.any(rows.has_processing & rows.needs_sample)
-    logits = lax.cond(
-        is_processed, lambda logits: process_logits(logits, rows, processors), lambda logits: logits, logits
+    num_listed = jnp.where(rows.needs_sample, rows.ints(RecordField.NUM_LISTED_IDS), 0)
+    num_logprobs = jnp.where(num_listed > 0, 1, rows.num_logprobs)
+    listed_ids = rows.lists(ListField.LISTED_IDS, MAX_LOGPROB_TOKEN_IDS)
+    if backend != "reference":
+        interpret = backend == "mosaic_gpu_interpret"
+        token_ids = draw_kernel.choose(processed, rows, interpret=interpret)
+        args = (logits, token_ids, num_logprobs, listed_ids, num_listed)
+        return token_ids, logprobs_kernel.position_logprobs(*args, interpret=interpret)
+    token_ids = draw.choose(processed, rows)
+    return token_ids, lax.cond(
+        jnp.any(num_logprobs > 0),
+        lambda logits: logprobs.position_logprobs(logits, token_ids, num_logprobs, listed_ids, num_listed),
+        lambda _: jnp.zeros((logits.shape[0], LOGPROBS_WIDTH), jnp.int32),
+        logits,
     )
-    token_ids = choose(logits, rows)
-    forced = lax.cond(is_processed, lambda: forced_ids(rows), lambda: jnp.full_like(token_ids, -1))
-    return jnp.where(forced >= 0, forced, token_ids)
+
+
+def position_logprobs(
+    logits: jax.Array, targets: jax.Array, num_logprobs: jax.Array, backend: Backend = "reference"
+) -> jax.Array:
+    """The logprob and rank of one token a row, and the most likely tokens.
+
+    Args:
+      logits: f32[R, V] as the model gave them.
+      targets: i32[R] token ids.
+      num_logprobs: i32[R] entries wanted, the target's included.
+      backend: see sample.
+
+    Returns: i32[R, LOGPROBS_WIDTH], see scheduler.logprob_columns; the LISTED columns are arbitrary.
+    """
+    num_rows = len(targets)
+    args = (jnp.zeros((num_rows, MAX_LOGPROB_TOKEN_IDS), jnp.int32), jnp.zeros(num_rows, jnp.int32))
+    if backend == "reference":
+        return logprobs.position_logprobs(logits, targets, num_logprobs, *args)
+    interpret = backend == "mosaic_gpu_interpret"
+    return logprobs_kernel.position_logprobs(logits, targets, num_logprobs, *args, interpret=interpret)

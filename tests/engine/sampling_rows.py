@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvllm.sampling import SamplingRows
+from jaxvllm.sampling import SamplingRows, process_logits, sample
 from scheduler.batch import BatchLimits, SamplingRecord
 from scheduler.sampling_params import SamplingParams
 from scheduler.token_lists import list_width
@@ -62,3 +63,9 @@ def repeat_row(params: SamplingParams, num_rows: int) -> SamplingRows:
         needs_sample=jnp.ones(num_rows, bool),
         rows=jnp.zeros(num_rows, jnp.int32),
     )
+
+
+@jax.jit
+def process_and_sample(logits: jax.Array, rows: SamplingRows) -> tuple[jax.Array, jax.Array]:
+    """Token ids and logprobs, by both programs behind a step."""
+    return sample(logits, process_logits(logits, rows), rows)

@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm.sampling import kept_tokens, process_logits, sample
+from jaxvllm.sampling import kept_tokens, process_logits
 from scheduler.records import RecordField
 from scheduler.sampling_params import SamplingParams
-from tests.engine.sampling_rows import make_rows, repeat_row
+from tests.engine.sampling_rows import make_rows, process_and_sample, repeat_row
 
 
 @pytest.fixture(scope="module")
 def draw():
-    return jax.jit(lambda logits, rows: sample(logits, rows)[0])
+    return jax.jit(lambda logits, rows: process_and_sample(logits, rows)[0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])

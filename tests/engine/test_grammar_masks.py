@@ -2,24 +2,20 @@
 
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm.sampling import sample
 from scheduler.batch import BatchLimits
 from scheduler.buckets import explicit
 from scheduler.plan import MASKS_PER_WRITE
 from scheduler.sampling_params import SamplingParams
-from tests.engine.sampling_rows import make_rows
+from tests.engine.sampling_rows import make_rows, process_and_sample
 from tests.engine.toy import VOCAB, Loop, make_runner
 
 R, V = 37, 257
 LIMITS = BatchLimits(max_num_seqs=19, max_model_len=96, block_size=4, vocab_size=VOCAB)
 POLICY = explicit(19, 128, [19], [128])
-
-_sample = jax.jit(sample)
 
 
 def pack(allowed: np.ndarray) -> np.ndarray:
@@ -33,7 +29,7 @@ def draw(params: list[SamplingParams], needs_sample: np.ndarray, logits: np.ndar
     rows = make_rows(params, needs_sample=needs_sample)
     masks = np.zeros((R + 2, -(-V // 32)), np.int32)  # nothing is allowed in rows that are not read
     masks[np.asarray(rows.rows)] = pack(allowed)
-    return np.asarray(_sample(jnp.asarray(logits), replace(rows, grammar_masks=jnp.asarray(masks)))[0])
+    return np.asarray(process_and_sample(jnp.asarray(logits), replace(rows, grammar_masks=jnp.asarray(masks)))[0])
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxvllm.sampling import draw as draw_module
-from jaxvllm.sampling import gumbel_noise, kept_tokens, sample
+from jaxvllm.sampling import gumbel_noise, kept_tokens
 from scheduler.records import RecordField
 from scheduler.sampling_params import SamplingParams
-from tests.engine.sampling_rows import make_rows, repeat_row
+from tests.engine.sampling_rows import make_rows, process_and_sample, repeat_row
 
 V = 257
 
@@ -80,7 +80,7 @@ def test_a_long_tail_of_unlikely_tokens_still_counts_in_top_p():
 def test_draws_have_the_probabilities_of_the_kept_tokens():
     logits = np.array([1.0, 0.2, -0.5, 2.0, 0.0, -3.0, 1.5, 1.0, -1.0, 0.7, 0.1], np.float32)
     num_draws = 6000
-    draw = jax.jit(lambda logits, rows: sample(logits, rows)[0])
+    draw = jax.jit(lambda logits, rows: process_and_sample(logits, rows)[0])
     for p in ({}, {"temperature": 0.6, "top_k": 6}, {"top_p": 0.8, "min_p": 0.05, "temperature": 1.7}):
         params = SamplingParams(seed=12345, **p)
         rows = repeat_row(params, num_draws)
@@ -104,7 +104,7 @@ def test_a_row_s_token_is_the_same_in_100_random_batches(num_groups, monkeypatch
     logits = mixed_logits(n, 0.5)
     histories = [(rng.integers(0, V, 10).tolist(), rng.integers(0, V, i % 7).tolist()) for i in range(n)]
     logits[::5] = logits[::5][:, ::-1]
-    draw = jax.jit(lambda logits, rows: sample(logits, rows)[0])
+    draw = jax.jit(lambda logits, rows: process_and_sample(logits, rows)[0])
     whole = make_rows(params, histories=histories)
     expected = np.asarray(draw(jnp.asarray(logits), whole))
     for size, num_mixes in ((n, 50), (5, 50)):
@@ -134,16 +134,5 @@ def test_eos_and_stop_ids_are_masked_until_min_tokens_for_greedy_and_random_rows
     greedy = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[5, 300, 8])
     random = SamplingParams(temperature=1.0, min_tokens=2, stop_token_ids=[5], ignore_eos=True)
     params = [greedy, random, greedy, SamplingParams(temperature=0.0)]
-    ids, _ = jax.jit(sample)(jnp.asarray(logits), make_rows(params, [1, 0, 2, 0], eos=3))
+    ids, _ = process_and_sample(jnp.asarray(logits), make_rows(params, [1, 0, 2, 0], eos=3))
     assert ids.tolist() == [11, 8, 3, 3]
-
-
-def test_a_greedy_batch_pays_for_an_argmax_only():
-    logits = jnp.zeros((5, V))
-    rows = make_rows([SamplingParams(temperature=0.0)] * 5)
-    jaxpr = jax.make_jaxpr(sample)(logits, rows)
-    large = [e.primitive.name for e in jaxpr.eqns if any(getattr(v.aval, "size", 0) >= 5 * V for v in e.outvars)]
-    conds = [e for e in jaxpr.eqns if e.primitive.name == "cond"]
-    assert large == [] and len(conds) == 1
-    plain = {e.primitive.name for e in conds[0].params["branches"][1].jaxpr.eqns}
-    assert "argmax" in plain and not plain & {"threefry2x32", "while", "scatter", "exp", "log"}

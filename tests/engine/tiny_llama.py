@@ -33,7 +33,9 @@ def make_runner(limits: BatchLimits, policy: BucketPolicy, num_blocks: int, **op
     params = {name: draw(spec) for name, spec in param_specs(model).items()}
     spec = KVCacheSpec(2, 2, 16, limits.block_size, jnp.dtype(jnp.float32))
     runner = ModelRunner(
-        lambda traced: bind(model, traced), params, RunnerConfig(limits, policy, spec, CONFIG.num_heads, **options)
+        lambda traced: bind(model, traced),
+        params,
+        RunnerConfig(limits, policy, spec, CONFIG.num_heads, CONFIG.vocab_size, **options),
     )
     runner.initialize_kv_cache(num_blocks)
     return runner

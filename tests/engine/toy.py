@@ -62,7 +62,7 @@ class ToyModel:
 
 def make_runner(limits: BatchLimits, policy: BucketPolicy, num_blocks: int, **options) -> ModelRunner:
     spec = KVCacheSpec(LAYERS, KV_HEADS, HEAD_DIM, limits.block_size, jnp.dtype(jnp.float32))
-    runner = ModelRunner(ToyModel, toy_params(), RunnerConfig(limits, policy, spec, num_heads=HEADS, **options))
+    runner = ModelRunner(ToyModel, toy_params(), RunnerConfig(limits, policy, spec, HEADS, VOCAB, **options))
     runner.initialize_kv_cache(num_blocks)
     return runner
 
