@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import rope_write, skinny_matmul
+from pallas_kernels import matmul_sizes, rope_write, skinny_matmul
 from pallas_kernels.common import plgpu
 from pallas_kernels.decode import paged_decode
 from pallas_kernels.layer_slice import LayerArray
@@ -242,12 +242,12 @@ def rope_and_write_kv(
 
 def make_arrivals(backend: Backend) -> jax.Array | None:
     """What matmul_stages counts in: once a step, for all layers. None for the reference."""
-    return None if backend == "reference" else jnp.zeros(skinny_matmul.MAX_STAGES, jnp.int32)
+    return None if backend == "reference" else jnp.zeros(matmul_sizes.MAX_STAGES, jnp.int32)
 
 
 def prefers_matmul_kernel(x: jax.Array, stages: tuple[MatmulStage, ...], backend: Backend) -> bool:
     """Whether matmul_stages of a backend can run these and was measured to be faster than what XLA makes of them."""
-    if backend == "reference" or skinny_matmul.unsupported_reason(x, stages) is not None:
+    if backend == "reference" or matmul_sizes.unsupported_reason(x, stages) is not None:
         return False
     return x.shape[-1] <= MAX_PREFERRED_INPUT and sum(stage.weight.size for stage in stages) <= MAX_PREFERRED_WEIGHTS
 
@@ -261,7 +261,7 @@ def matmul_stages(
     backend: Backend,
 ) -> jax.Array:
     """See ops.matmul_stages. One kernel, or one a stage where thread blocks cannot wait for each other."""
-    reason = skinny_matmul.unsupported_reason(x, stages)
+    reason = matmul_sizes.unsupported_reason(x, stages)
     if reason is not None:
         raise NotImplementedError(f"{backend} matmul: {reason}; use backend 'reference'")
     interpret = backend == "mosaic_gpu_interpret"
