@@ -152,7 +152,7 @@ def _scratch_types(sizes: DecodeSizes) -> tuple[Any, ...]:
     filled = plgpu.Barrier(num_arrivals=sizes.blocks_per_tile, num_barriers=stages)
     return (
         smem(2, sizes.columns, head_dim),
-        wide(sizes.columns, head_dim) if sizes.product_dtype != sizes.dtype else None,
+        wide(sizes.columns, head_dim) if sizes.is_narrow else None,
         ring,
         ring,
         wide(64, head_dim) if sizes.is_narrow and not sizes.on_card else None,

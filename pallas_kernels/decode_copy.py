@@ -37,7 +37,7 @@ class DecodeScratch:
     """Shared memory and barriers of one CTA."""
 
     q: Ref  # of this item and of the next
-    q_half: Ref  # of this item in float16, for 8-bit keys
+    q_half: Ref  # of this item in float16 and times the scores' factor, for 8-bit keys
     k: Ref  # the rings
     v: Ref
     k_wide: Ref  # where 8 bits are widened; K goes there in the interpreter only, 64 rows at a time

@@ -44,7 +44,7 @@ def attend_tiles(
     factor = sizes.scale * (1.0 if sizes.soft_cap else LOG2E)
     if inputs.kv_scale is not None:
         factor = factor * inputs.kv_scale[place_in(inputs.kv_scale, inputs.layer[0]), 0]
-    q = _take_q(sizes, scratch, q_slot)
+    q = _take_q(sizes, scratch, q_slot, factor)
 
     def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         highest, total, acc = carry
@@ -53,7 +53,8 @@ def attend_tiles(
         plgpu.barrier_wait(scratch.k_full.at[slot])
         scores = _scores(sizes, scratch, slot, q)
         plgpu.barrier_arrive(scratch.k_free.at[slot])
-        scores = [s * factor for s in scores]
+        if not sizes.is_narrow:
+            scores = [s * factor for s in scores]
         if sizes.soft_cap is not None:
             scores = [capped(s, sizes.soft_cap) for s in scores]
         scores = [
@@ -69,7 +70,8 @@ def attend_tiles(
             total = total + p
             rows = scratch.p.at[:, pl.ds(part * _ROWS, _ROWS)] if len(scores) > 1 else scratch.p
             rows.transpose((1, 0))[...] = p.astype(sizes.product_dtype)
-        plgpu.barrier_wait(scratch.v_full.at[slot])
+        if not sizes.is_narrow:
+            plgpu.barrier_wait(scratch.v_full.at[slot])
         update = _values(sizes, scratch, slot, tiles.length, first_key)
         acc = tuple(a * across_rows(rescale, a) + u for a, u in zip(acc, update, strict=True))
         return new_highest, total, acc
@@ -93,11 +95,11 @@ def _maximum(parts: list[jax.Array]) -> jax.Array:
     return highest
 
 
-def _take_q(sizes: DecodeSizes, scratch: DecodeScratch, q_slot: jax.Array) -> Ref:
-    """The item's q, [columns, H], as the products take it: with 8-bit keys in float16, where those are exact."""
-    if scratch.q_half is None:
+def _take_q(sizes: DecodeSizes, scratch: DecodeScratch, q_slot: jax.Array, factor: Any) -> Ref:
+    """The item's q, [columns, H], as the products take it: with 8-bit keys in float16, and times the factor."""
+    if not sizes.is_narrow:
         return scratch.q.at[q_slot]
-    q = plgpu.load(scratch.q.at[q_slot].transpose((1, 0)), layout=_WGMMA, optimized=False).astype(jnp.float32)
+    q = plgpu.load(scratch.q.at[q_slot].transpose((1, 0)), layout=_WGMMA, optimized=False).astype(jnp.float32) * factor
     limit = float(jnp.finfo(jnp.float16).max)
     scratch.q_half.transpose((1, 0))[...] = jnp.minimum(jnp.maximum(q, -limit), limit).astype(jnp.float16)
     plgpu.commit_smem()
@@ -105,12 +107,14 @@ def _take_q(sizes: DecodeSizes, scratch: DecodeScratch, q_slot: jax.Array) -> Re
 
 
 def _scores(sizes: DecodeSizes, scratch: DecodeScratch, slot: jax.Array, q: Ref) -> list[jax.Array]:
-    """K Q^T of a tile in parts f32[64, columns]."""
+    """K Q^T of a tile in parts f32[64, columns]; values of 8 bits are widened beside the last product."""
     keys, q = scratch.k.at[slot], q.transpose((1, 0))
 
-    def product(k: Any) -> jax.Array:
+    def product(k: Any, is_last: bool) -> jax.Array:
         def body(acc: Ref) -> jax.Array:
             plgpu.wgmma(acc, k, q)
+            if sizes.is_narrow and is_last:
+                _widen_values(sizes, scratch, slot)
             return acc[...]
 
         return pl.run_scoped(body, plgpu.ACC((_ROWS, sizes.columns), jnp.float32))
@@ -124,12 +128,13 @@ def _scores(sizes: DecodeSizes, scratch: DecodeScratch, slot: jax.Array, q: Ref)
                 scratch.k_wide[...] = k
                 plgpu.commit_smem()
                 k = scratch.k_wide
-        out.append(product(k))
+        out.append(product(k, part + _ROWS == sizes.config.tile))
     return out
 
 
 def _widen_values(sizes: DecodeSizes, scratch: DecodeScratch, slot: jax.Array) -> None:
-    """Put the values, 8-bit numbers, into scratch.v_wide; releases the slot."""
+    """Wait for the values, 8-bit numbers, and put them into scratch.v_wide; releases the slot."""
+    plgpu.barrier_wait(scratch.v_full.at[slot])
     for part in range(0, sizes.config.tile, _ROWS):
         rows = pl.ds(part, _ROWS)
         scratch.v_wide[rows] = widened(scratch.v.at[slot, rows], sizes.product_dtype)
@@ -140,10 +145,7 @@ def _values(
     sizes: DecodeSizes, scratch: DecodeScratch, slot: jax.Array, length: jax.Array, first_key: jax.Array
 ) -> tuple[jax.Array, ...]:
     """V^T P^T of a tile in parts f32[64, columns]; releases the slot."""
-    values = scratch.v.at[slot]
-    if sizes.is_narrow:
-        _widen_values(sizes, scratch, slot)
-        values = scratch.v_wide
+    values = scratch.v_wide if sizes.is_narrow else scratch.v.at[slot]
     has_unseen = length - first_key < sizes.config.tile
     if sizes.sliding_window is not None:
         has_unseen = jnp.logical_or(has_unseen, length - sizes.sliding_window > first_key)
