@@ -77,10 +77,10 @@ def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
 def widened(narrow: Ref, dtype: Any) -> jax.Array:
     """[tile, H] of 8-bit numbers in shared memory, in registers as `dtype`."""
     values = plgpu.load(narrow, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+    # While they are narrow: neighbouring threads exchange half as many registers.
+    values = plgpu.layout_cast(values, plgpu.Layout.WGMMA)
     values = values.astype(jnp.float16)  # the conversion that the hardware has, and exact
-    if dtype != jnp.float16:
-        values = values.astype(jnp.float32).astype(dtype)
-    return plgpu.layout_cast(values, plgpu.Layout.WGMMA)
+    return values if dtype == jnp.float16 else values.astype(jnp.float32).astype(dtype)
 
 
 def hide_columns(scores: jax.Array, begin: jax.Array | None, end: jax.Array, *, interpret: bool) -> jax.Array:

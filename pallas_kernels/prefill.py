@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import Ref, pl, plgpu, swizzled_smem
+from pallas_kernels.layer_slice import LayerArray, as_stack
 from pallas_kernels.prefill_copy import (
     PrefillInputs,
     PrefillScratch,
@@ -54,7 +55,7 @@ def paged_prefill(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    kv_scale: jax.Array | None = None,
+    kv_scale: LayerArray | None = None,
     config: PrefillConfig,
     interpret: Any = False,
 ) -> jax.Array:
@@ -99,7 +100,7 @@ def paged_prefill(
     if sinks is not None:  # of each row of a tile
         heads = jnp.arange(ROWS_PER_WARPGROUP) % group
         operands.append(sinks.reshape(num_kv_heads, group)[:, heads])
-    operands += [] if kv_scale is None else [kv_scale]
+    operands += [] if kv_scale is None else [as_stack(kv_scale, layer)]
     out_ref = jax.new_ref(out, memory_space=plgpu.GMEM)
     num_threads = config.warpgroups + (2 if sizes.is_narrow else 1)
     pl.kernel(

@@ -27,6 +27,7 @@ from pallas_kernels.common import (
     pl,
     plgpu,
 )
+from pallas_kernels.layer_slice import place_in
 from pallas_kernels.prefill_copy import PrefillInputs, PrefillScratch, PrefillSizes, QueryTile
 from pallas_kernels.prefill_products import multiply_if_needed, start_product
 from pallas_kernels.work_lists import ROWS_PER_WARPGROUP
@@ -107,7 +108,7 @@ def attend_tiles(part: Part) -> jax.Array:
         total = total + jnp.exp2(sink * LOG2E - progress.highest)
     weight = 1.0 / total
     if inputs.kv_scale is not None:
-        weight = weight * inputs.kv_scale[1]
+        weight = weight * inputs.kv_scale[place_in(inputs.kv_scale, inputs.layer[0]), 1]
     return acc * _across_columns(weight, acc)
 
 
@@ -180,8 +181,9 @@ def _softmax(
     """f32 weights of tile i, the new `highest` and `total`, and the factor of what was summed before."""
     sizes = part.sizes
     factor: Any = sizes.scale
-    if part.inputs.kv_scale is not None:
-        factor = factor * part.inputs.kv_scale[0]
+    kv_scale = part.inputs.kv_scale
+    if kv_scale is not None:
+        factor = factor * kv_scale[place_in(kv_scale, part.inputs.layer[0]), 0]
     to_base_2 = factor * LOG2E
     if sizes.soft_cap is not None:
         scores, to_base_2 = capped(scores * factor, sizes.soft_cap), 1.0

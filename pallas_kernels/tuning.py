@@ -89,7 +89,8 @@ def attention_config(*, interpret: bool, block_size: int, head_dim: int = 128, c
     if interpret:
         return AttentionConfig(decode, prefill)
     tile_bytes = 2 * decode.tile * head_dim * cache_bytes
-    ctas_an_sm = 2 if 2 * tile_bytes <= _BYTES_IN_FLIGHT // 2 else 1
+    # Larger heads take more than the 128 registers a thread that two CTAs leave each other.
+    ctas_an_sm = 2 if 2 * tile_bytes <= _BYTES_IN_FLIGHT // 2 and head_dim <= 128 else 1
     stages = _BYTES_IN_FLIGHT // ctas_an_sm // tile_bytes
     decode = replace(decode, num_ctas=ctas_an_sm * 128, stages=stages)
     # Up to three copies of the query rows: as they arrive, as products read them if not from registers, and the result.

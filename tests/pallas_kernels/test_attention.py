@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cache_head_dim, make_attention_work, paged_attention, rope_and_write_kv
+from pallas_kernels import LayerSlice, cache_head_dim, make_attention_work, paged_attention, rope_and_write_kv
 from tests.pallas_kernels.attention_cases import AttentionCase, expected_attention, make_case, merge_qkv, rounded_case
 
 SCALE = 0.17
@@ -75,6 +75,9 @@ class Setting:
                 backend=backend,
             )
             options = {"scale": SCALE, "kind": self.kind, "backend": backend, **self.options}
+            if "kv_scale" in options:  # among those of all layers
+                scales = jnp.full((len(kv_cache), 2), jnp.nan).at[case.layer].set(options["kv_scale"])
+                options["kv_scale"] = LayerSlice(scales, layer)
             return paged_attention(q, kv_cache, layer, *rows, work, **options)
 
         floats = [jnp.asarray(x, self.dtype) for x in (case.q, case.k, case.v)]
