@@ -29,10 +29,10 @@ from jaxvllm.step import (
     admit_lists_step,
     admit_step,
     make_logprobs,
+    make_mask,
     make_process,
     make_sample,
     make_step,
-    write_masks_step,
 )
 from jaxvllm.step_handle import StepHandle
 from pallas_kernels import Backend
@@ -172,10 +172,10 @@ class ModelRunner:
         keys: list[ProgramKey] = list(buckets)
         for num_rows in sorted({bucket.R for bucket in buckets}):
             keys += [SamplingProgram("process", num_rows), SamplingProgram("sample", num_rows)]
+            if self.config.limits.vocab_size:
+                keys.append(SamplingProgram("mask", num_rows))
         if self.config.limits.max_num_seqs > ADMITS_PER_STEP:
             keys.append("admit")
-        if self.config.limits.vocab_size:
-            keys.append("masks")
         keys.append("admit_lists")
         keys.append("admit_history")
         if self.config.hidden_size:
@@ -207,7 +207,6 @@ class ModelRunner:
         assert self.device_state is not None, "initialize_kv_cache comes first"
         changes: dict[ProgramKey, list[np.ndarray]] = {
             "admit": plan.overflow,
-            "masks": plan.mask_writes,
             "admit_lists": plan.token_lists,
             "admit_history": plan.history,
         }
@@ -224,12 +223,15 @@ class ModelRunner:
         state, processed = self.device_state, output.logits
         assert state is not None
         rows = (output.rows, state.records, state.token_lists, state.token_ids)
-        if plan.has_processing:
-            processed = self.programs.get(SamplingProgram("process", plan.key.R))(
-                output.logits, *rows, state.grammar_masks
-            )
+        # `mask` takes its logits, so those that logprobs are still to be of are copied: all that `process` does to rows
+        # that ask for nothing.
+        keeps_logits = plan.logprobs is not None
+        if plan.has_processing or (plan.mask_writes and keeps_logits):
+            processed = self.programs.get(SamplingProgram("process", plan.key.R))(output.logits, *rows)
+        for writes in plan.mask_writes:
+            processed = self.programs.get(SamplingProgram("mask", plan.key.R))(processed, writes)
         sample = self.programs.get(SamplingProgram("sample", plan.key.R))
-        token_ids, logprobs, token_store = sample(output.logits, processed, *rows)
+        token_ids, logprobs, token_store = sample(output.logits if keeps_logits else processed, processed, *rows)
         self.device_state = replace(state, token_ids=token_store)
         return token_ids, logprobs
 
@@ -267,7 +269,6 @@ class ModelRunner:
         limits = self.config.limits
         change, *shape = {
             "admit": (admit_step, ADMITS_PER_STEP, admit_width(limits)),
-            "masks": (write_masks_step, MASKS_PER_WRITE, 1 + limits.mask_words),
             "admit_lists": (admit_lists_step, LISTS_PER_CALL, 1 + list_width(limits.num_processor_params)),
             "admit_history": (admit_history_step, HISTORY_PIECES_PER_CALL, len(HISTORY_HEADER) + HISTORY_PIECE),
         }[key]
@@ -292,7 +293,9 @@ class ModelRunner:
             logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._replicated)
             rows = (self._host_array(3, key.R), state.records, state.token_lists, state.token_ids)
             if key.kind == "process":
-                return make_process(config.processors), (logits, *rows, state.grammar_masks)
+                return make_process(config.processors), (logits, *rows)
+            if key.kind == "mask":
+                return make_mask(), (logits, self._host_array(MASKS_PER_WRITE, 1 + config.limits.mask_words))
             return make_sample(config.backend), (logits, logits, *rows)
         layout = PlanLayout.make(key, config.limits)
         pool = config.kv_cache
@@ -310,7 +313,8 @@ class ModelRunner:
         if self.config.store is not None:
             step.__name__ += f"_{self._fingerprint(key)[:8]}"
         if isinstance(key, SamplingProgram):
-            donated = () if key.kind == "process" else (len(args) - 1,)  # token_ids, which the tokens are entered into
+            # sample: token_ids, which the tokens are entered into.
+            donated = {"process": (), "mask": (0,), "sample": (len(args) - 1,)}[key.kind]
             return jax.jit(step, donate_argnums=donated, out_shardings=self._replicated).lower(*args)
         out_shardings = (self._replicated, self._pool_sharding, self._replicated)
         return jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(*args)

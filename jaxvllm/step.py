@@ -1,8 +1,9 @@
 """The programs of a step: unpack, update the rows, forward, logits of R rows, the most likely tokens, remember them.
 
-Where a request wants more than that, two programs for the number of rows follow, and the second one's tokens replace
-those of the first: `process` changes logits, `sample` chooses tokens and gives logprobs. They are no part of the step:
-XLA prepares all branches of a program each time it runs, taken or not, and compiles them again for every bucket.
+Where a request wants more than that, programs for the number of rows follow, and the last one's tokens replace those of
+the first: `process` changes logits, `mask` applies grammars, `sample` chooses tokens and gives logprobs. They are no
+part of the step: XLA prepares all branches of a program each time it runs, taken or not, and compiles them again for
+every bucket.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +17,15 @@ import jax.numpy as jnp
 from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.device_state import DeviceState
 from jaxvllm.layers.parameter import Weight
-from jaxvllm.sampling import LogitsProcessor, SamplingRows, greedy, position_logprobs, process_logits, sample
+from jaxvllm.sampling import (
+    LogitsProcessor,
+    SamplingRows,
+    greedy,
+    mask_grammar,
+    position_logprobs,
+    process_logits,
+    sample,
+)
 from pallas_kernels import Backend
 from scheduler.buckets import BucketKey
 from scheduler.logprob_plan import POSITION_FIELDS
@@ -104,14 +113,26 @@ def make_process(processors: tuple[LogitsProcessor, ...] = ()) -> Callable[..., 
       processors: custom ones, in the order of their bits.
 
     Returns:
-      process(logits f32[R, V], rows i32[3, R], records, token_lists, token_ids, grammar_masks) -> f32[R, V]; the last
-      four are the device state's.
+      process(logits f32[R, V], rows i32[3, R], records, token_lists, token_ids) -> f32[R, V]; the last three are the
+      device state's.
     """
 
     def process(logits: jax.Array, step_rows: jax.Array, *state: jax.Array) -> jax.Array:
         return process_logits(logits, SamplingRows.of_step(step_rows, *state), processors)
 
     return process
+
+
+def make_mask() -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The program that leaves rows the tokens of their grammars; its first argument is to be donated.
+
+    Returns: mask(logits f32[R, V], writes i32[A, 1 + mask_words]) -> f32[R, V]; see sampling.mask_grammar.
+    """
+
+    def mask(logits: jax.Array, writes: jax.Array) -> jax.Array:
+        return mask_grammar(logits, writes[:, 0], writes[:, 1:])
+
+    return mask
 
 
 def make_sample(backend: Backend) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
@@ -177,11 +198,6 @@ def run_model(
 def admit_step(device_state: DeviceState, admits: jax.Array) -> DeviceState:
     """Admissions that did not fit the step's buffer; device_state is to be donated."""
     return device_state.admit(admits)
-
-
-def write_masks_step(device_state: DeviceState, writes: jax.Array) -> DeviceState:
-    """Grammar masks of the next step; device_state is to be donated."""
-    return device_state.write_masks(writes)
 
 
 def admit_lists_step(device_state: DeviceState, lists: jax.Array) -> DeviceState:

@@ -99,13 +99,7 @@ class SamplingRecord:
 
 
 def _processed_until(params: SamplingParams, num_prompt_tokens: int) -> int:
-    if (
-        _has_penalties(params)
-        or params.structured_outputs is not None
-        or params.logit_bias
-        or params.allowed_token_ids
-        or params.derived is not None
-    ):
+    if _has_penalties(params) or params.logit_bias or params.allowed_token_ids or params.derived is not None:
         return np.iinfo(np.int64).max
     return num_prompt_tokens + params.min_tokens if params.min_tokens else 0
 

@@ -96,7 +96,7 @@ class StepPlan:
       key: its bucket.
       buffer: i32[PlanLayout.size], owned by the plan (a transfer may still read it while later plans are built).
       overflow: i32[ADMITS_PER_STEP, admit_width] buffers, to be applied before the step.
-      mask_writes: i32[MASKS_PER_WRITE, 1 + mask_words] buffers, row and grammar mask, to be applied before the step.
+      mask_writes: i32[MASKS_PER_WRITE, 1 + mask_words] buffers, place in the step and grammar mask.
       token_lists: i32[LISTS_PER_CALL, 1 + list_width] buffers (row, token lists), to be applied before the step.
       history: i32[HISTORY_PIECES_PER_CALL, HISTORY_HEADER, HISTORY_PIECE tokens] buffers, likewise.
       logprobs: what the step gives beside tokens; None: nothing.
@@ -189,7 +189,7 @@ class Planner:
         buffer, fields, needs_sample = self._fill(key, step, num_tokens)
         overflow = _fill_changes(fields, changes, self.batch)
         fields["header"][:] = (num_tokens, num_reqs, step.num_decodes, len(changes.admitted), len(changes.appends))
-        mask_writes = _mask_writes(scheduler_output.grammar_masks, self.batch)
+        mask_writes = _mask_writes(scheduler_output.grammar_masks, step.request_ids, self.batch.limits)
         is_plain, has_processing = _sampling(self.batch, step, needs_sample)
         return StepPlan(
             key,
@@ -363,15 +363,17 @@ def _fill_changes(fields: dict[str, np.ndarray], changes: BatchChanges, batch: B
     return chunks[1:]
 
 
-def _mask_writes(masks: dict[str, np.ndarray], batch: Batch) -> list[np.ndarray]:
+def _mask_writes(masks: dict[str, np.ndarray], request_ids: list[str], limits: BatchLimits) -> list[np.ndarray]:
     """See StepPlan. A mask may be shorter than the vocabulary, whose rest is not allowed then, or longer."""
-    limits = batch.limits
+    if not masks:
+        return []
     writes: list[np.ndarray] = []
+    places = {request_id: place for place, request_id in enumerate(request_ids)}
     for i, (request_id, mask) in enumerate(masks.items()):
         if i % MASKS_PER_WRITE == 0:
             writes.append(np.zeros((MASKS_PER_WRITE, 1 + limits.mask_words), np.int32))
-            writes[-1][:, 0] = limits.max_num_seqs
+            writes[-1][:, 0] = limits.max_num_seqs  # beyond every place
         write = writes[-1][i % MASKS_PER_WRITE]
-        write[0] = batch.row_of[request_id]
+        write[0] = places[request_id]
         write[1 : 1 + len(mask)] = mask[: limits.mask_words]
     return writes

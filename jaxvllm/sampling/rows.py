@@ -24,7 +24,6 @@ class SamplingRows:
     rows: jax.Array  # i32[R] persistent row; pads hold N
     token_ids: jax.Array  # i32[N, L] by position
     token_lists: jax.Array  # i32[N, list_width] see scheduler.token_lists
-    grammar_masks: jax.Array  # i32[N, words] bit b of word w: token 32 * w + b may come next
 
     @staticmethod
     def of_step(
@@ -32,14 +31,12 @@ class SamplingRows:
         records: jax.Array,
         token_lists: jax.Array,
         token_ids: jax.Array,
-        grammar_masks: jax.Array | None = None,
     ) -> "SamplingRows":
         """The rows of a step.
 
         Args:
           step_rows: i32[3, R] as StepOutput has them.
-          records, token_lists, token_ids, grammar_masks: of the device state, with the step's admissions; without
-            grammar_masks no grammar is applied.
+          records, token_lists, token_ids: of the device state, with the step's admissions.
         """
         rows, seq_lens, needs_sample = step_rows
         return SamplingRows(
@@ -49,7 +46,6 @@ class SamplingRows:
             rows=rows,
             token_ids=token_ids,
             token_lists=token_lists,
-            grammar_masks=jnp.zeros((0, 0), jnp.int32) if grammar_masks is None else grammar_masks,
         )
 
     def ints(self, column: RecordField) -> jax.Array:
@@ -111,17 +107,12 @@ class SamplingRows:
         return self.floats(RecordField.REPETITION_PENALTY) != 1
 
     @property
-    def has_grammar(self) -> jax.Array:
-        """bool[R] whether the row's grammar mask counts."""
-        return self.ints(RecordField.HAS_GRAMMAR) == 1
-
-    @property
     def has_processing(self) -> jax.Array:
         """bool[R] whether anything changes the row's logits before a token is chosen."""
         lists = (RecordField.NUM_BIAS_IDS, RecordField.NUM_ALLOWED_IDS, RecordField.NUM_BAD_WORD_IDS)
         has_lists = self.records[:, jnp.array(lists)].any(axis=1)
         has_others = (self.ints(RecordField.THINKING_BUDGET) >= 0) | (self.ints(RecordField.PROCESSORS) != 0)
-        return has_lists | has_others | self.is_held_back | self.has_penalties | self.has_grammar
+        return has_lists | has_others | self.is_held_back | self.has_penalties
 
     @property
     def num_logprobs(self) -> jax.Array:

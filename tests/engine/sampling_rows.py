@@ -49,7 +49,6 @@ def make_rows(
         rows=jnp.asarray(rows, jnp.int32),
         token_ids=jnp.asarray(token_ids),
         token_lists=jnp.asarray(lists),
-        grammar_masks=jnp.zeros((n + 2, 0), jnp.int32),
     )
 
 
