@@ -38,8 +38,8 @@ from pallas_kernels.work_lists import ROWS_PER_WARPGROUP, PrefillWork
 REGISTERS = {
     (2, False): (240, 24, 0),
     (2, True): (216, 24, 56),
-    (1, False): (256, 32, 0),
-    (1, True): (256, 32, 96),
+    (1, False): (248, 24, 0),
+    (1, True): (248, 24, 96),
 }
 
 
