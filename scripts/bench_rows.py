@@ -81,7 +81,7 @@ def step_arguments(step: Step, requests: Requests) -> tuple[np.ndarray, np.ndarr
     slots = requests.tables[row, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
     num_decodes = np.int32(step.num_requests if step.kind == "decode" else 0)
     counts = (num_decodes, np.int32(step.num_requests), np.int32(step.num_tokens))
-    arrays = (slots.astype(np.int32), requests.tables, requests.lens, requests.starts, *counts)
+    arrays: Any = (slots.astype(np.int32), requests.tables, requests.lens, requests.starts, *counts)
     ids = np.random.default_rng(0).integers(10, 1000, step.num_tokens).astype(np.int32)
     return ids, position, AttentionMetadata(*arrays, kind=step.kind, backend="mosaic_gpu")
 
