@@ -14,6 +14,7 @@ import json
 import random
 import time
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class PretendedDevice:
         self._rng = np.random.default_rng(0)
         self._num_computed: dict[str, int] = {}
 
-    def initialize(self) -> int:
+    def initialize(self, meanwhile: Callable[[], None]) -> int:
         return NUM_REQUESTS * 64
 
     def execute(self, scheduler_output: SchedulerOutput) -> "PretendedStep | None":

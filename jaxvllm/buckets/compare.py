@@ -8,7 +8,7 @@ what a policy would take can also be estimated: from the steps of another's run 
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -233,7 +233,7 @@ class _PolicyExecutor:
         self._last = 0.0
         self.log = StepLog()
 
-    def initialize(self) -> int:
+    def initialize(self, meanwhile: Callable[[], None]) -> int:
         return self._num_blocks
 
     def execute(self, scheduler_output: SchedulerOutput) -> _TimedHandle | None:

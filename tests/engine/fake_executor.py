@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jaxvllm.config import EngineConfig
@@ -36,7 +37,7 @@ class SuccessorExecutor:
         self._tokens: dict[str, list[int]] = {}
         self._num_steps = 0
 
-    def initialize(self) -> int:
+    def initialize(self, meanwhile: Callable[[], None]) -> int:
         return self._num_blocks
 
     def execute(self, scheduler_output: SchedulerOutput) -> Any:

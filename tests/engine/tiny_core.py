@@ -54,7 +54,7 @@ class TinyExecutor:
         self.planner = Planner(LIMITS, POLICY, config.seed)
         self.plans: list[StepPlan] = []
 
-    def initialize(self) -> int:
+    def initialize(self, meanwhile: Callable[[], None]) -> int:
         shared_dispatcher().submit(self._reset).wait()
         return self.num_blocks
 
