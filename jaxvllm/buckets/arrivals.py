@@ -11,14 +11,14 @@ from scheduler.trace import TraceRequest
 Simulate = Callable[[Sequence[TraceRequest], BucketPolicy], SimulationReport]
 Tune = Callable[[Mapping[StepShape, int]], BucketPolicy]
 
-TOLERANCE = 0.05
+TOLERANCE = 0.03
 MAX_TRIES = 12
 STEP = 1.6
 MAX_SPEEDUP = 5000
 # Where the device is nearly busy, 2% more arrivals let half as many requests more run at once, and steps grow. So a
 # policy is also tuned to steps of so many times the requests, which count as so large a share of those wanted.
 HEAVIER = 2.0
-HEAVIER_SHARE = 0.1
+HEAVIER_SHARE = 0.05
 
 
 def sped_up(trace: Sequence[TraceRequest], speedup: float) -> list[TraceRequest]:
@@ -38,7 +38,7 @@ def scale_to_running(
     mean_running: float,
     first_try: float = 1.0,
 ) -> tuple[float, SimulationReport]:
-    """The speedup at which `mean_running` requests run at once on average, to 5%, and the simulation of it.
+    """The speedup at which `mean_running` requests run at once on average, to 3%, and the simulation of it.
 
     Where the device is nearly busy the number grows without measure, so the search halves an interval.
 
