@@ -292,7 +292,7 @@ class ModelRunner:
             logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._replicated)
             rows = (self._host_array(3, key.R), state.records, state.token_lists, state.token_ids)
             if key.kind == "process":
-                return make_process(config.processors), (logits, *rows, state.grammar_masks)
+                return make_process(config.processors, config.backend), (logits, *rows, state.grammar_masks)
             return make_sample(config.backend), (logits, logits, *rows)
         layout = PlanLayout.make(key, config.limits)
         pool = config.kv_cache
