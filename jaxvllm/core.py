@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
-from jaxvllm.config import EngineConfig
+from jaxvllm.config import EngineConfig, ModelLoadConfig
 from jaxvllm.core_clock import CoreClock
 from jaxvllm.core_messages import CoreMetrics, EngineCoreInfo, EngineCoreRequest
 from scheduler.config import CacheConfig
@@ -20,18 +20,21 @@ if TYPE_CHECKING:
 
 
 class StepHandle(Protocol):
-    """A step that the device has been given."""
+    """A step that the device has been given, or will be."""
 
     def wait(self) -> ModelRunnerOutput:
-        """The step's tokens; blocks until they are on the host."""
+        """The step's tokens; blocks until they are on the host. Raises what kept it, or one before it, from running."""
         ...
 
 
 class Executor(Protocol):
     """What the core asks of the device side: it plans a scheduled step and runs it."""
 
-    def initialize(self) -> int:
+    def initialize(self, meanwhile: Callable[[], None]) -> int:
         """Load the model, make the KV pool, compile what is compiled ahead. Returns its blocks, null block included.
+
+        Args:
+          meanwhile: other work of the start, to be called once, in a thread, when this one waits for disk and compiler.
 
         Raises: ValueError for a model that cannot be served.
         """
@@ -41,6 +44,7 @@ class Executor(Protocol):
         """Start a step without waiting for it, nor for the one before it.
 
         Called for every SchedulerOutput, in order. One without tokens only says which requests ended: then None.
+        What goes wrong may show in the step's wait() only: the results of the steps before it are taken first then.
         """
         ...
 
@@ -69,9 +73,9 @@ class EngineCore:
         self._executor = executor
         self._model = config.model
         self._grammars: GrammarManager | None = None
-        if config.device == "gpu":  # what would stop serving for a moment is done ahead, as compiling is
-            self._grammar_manager().prepare()
-        num_blocks = executor.initialize()
+        self._prepared_grammars: GrammarManager | None = None
+        # What would stop serving for a moment is done ahead on a GPU, as compiling is.
+        num_blocks = executor.initialize(self._prepare_grammars if config.device == "gpu" else _do_nothing)
         memory, max_model_len = config.memory, config.scheduler.max_model_len
         self.info = EngineCoreInfo(num_blocks, memory.block_size, max_model_len)
         _check_pool(self.info)
@@ -163,10 +167,14 @@ class EngineCore:
     def _grammar_manager(self) -> "GrammarManager":
         """Made for the first request that needs it: most engines never see one."""
         if self._grammars is None:
-            from jaxvllm.structured_output.manager import make_grammar_manager
-
-            self._grammars = make_grammar_manager(self._model)
+            self._grammars = self._prepared_grammars or _make_grammar_manager(self._model)
         return self._grammars
+
+    def _prepare_grammars(self) -> None:
+        """Make a manager that loads its vocabulary in a thread of its own. A failure shows in requests alone."""
+        manager = _make_grammar_manager(self._model)
+        manager.prepare()
+        self._prepared_grammars = manager
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing happens, while requests hold blocks."""
@@ -184,8 +192,9 @@ class EngineCore:
             _, handle = self._in_flight.popleft()
             with contextlib.suppress(Exception):  # nobody wants the result
                 handle.wait()
-        if self._grammars is not None:
-            self._grammars.shutdown()
+        grammars = self._grammars or self._prepared_grammars
+        if grammars is not None:
+            grammars.shutdown()
         self._executor.shutdown()
 
     def _with_rejected(self, outputs: EngineCoreOutputs | None) -> EngineCoreOutputs | None:
@@ -194,6 +203,16 @@ class EngineCore:
             outputs.finished.update(self._rejected)
             self._rejected = {}
         return outputs
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _make_grammar_manager(model: ModelLoadConfig) -> "GrammarManager":
+    from jaxvllm.structured_output.manager import make_grammar_manager  # slow, and most engines never need it
+
+    return make_grammar_manager(model)
 
 
 def _check_pool(info: EngineCoreInfo) -> None:

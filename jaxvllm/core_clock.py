@@ -18,8 +18,9 @@ class CoreClock:
     What it costs: two readings of the clock a step, two an admitted request, nothing a token.
 
     Attributes:
-      host_time: seconds a step that the host worked: reading requests, scheduling, planning, dispatching, updating.
-      wait_time: seconds a step that it waited for the device.
+      host_time: seconds a step that the loop worked: reading requests, scheduling, planning, updating. Dispatching,
+        which has a thread of its own, is not in it (Executor.metrics: dispatch_seconds_total).
+      wait_time: seconds a step that it waited for the device, or for its step to be dispatched.
     """
 
     def __init__(self) -> None:

@@ -23,10 +23,13 @@ from scheduler.outputs import EngineCoreOutputs
 LOGGED_PACKAGES = ("jaxvllm", "scheduler", "pallas_kernels")
 PARENT_CHECK_S = 0.5
 LAST_WORDS_MS = 2000  # how long a dying core keeps trying to send why
+# How long the loop may keep Python's lock from the thread that dispatches, and the other way round. Python's 5 ms are
+# longer than a step.
+SWITCH_INTERVAL_S = 0.0005
 
 
 class CoreLoop:
-    """The busy loop: one thread, no locks. It blocks only on the device, or on its inbox when there is no work."""
+    """The busy loop of one thread. It blocks only on the device, or on its inbox when there is no work."""
 
     def __init__(self, core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
         self._core = core
@@ -108,6 +111,7 @@ def _serve(start: CoreStart, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
         loop.send(messages.READY, core.info)
         gc.collect()
         gc.freeze()  # what start-up made stays; later collections need not walk it
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         loop.run()
         core.shutdown()
     except BaseException as error:

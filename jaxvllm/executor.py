@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from jaxvllm.bucket_stats import BucketStats
 from jaxvllm.checkout import checkout_root
 from jaxvllm.compile_cache import ProgramKey
 from jaxvllm.config import EngineConfig, lowering_environment
+from jaxvllm.dispatcher import DispatchedStep, Dispatcher
 from jaxvllm.kv_cache import KVCacheSpec, free_device_bytes
-from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_shapes, param_specs, unstack_small
+from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_shapes, param_specs
 from jaxvllm.lowering import LoweringProcesses, LoweringTask
 from jaxvllm.model_config import ModelConfig
-from jaxvllm.model_runner import ModelRunner, RunnerConfig, StepHandle
+from jaxvllm.model_runner import ModelRunner, RunnerConfig
 from jaxvllm.model_source import ModelSource, resolve
 from jaxvllm.models.registry import MODELS, get_model_class
 from jaxvllm.parallel import make_mesh
@@ -48,6 +50,8 @@ MAX_LOWERING_PROCESSES = 8
 class DeviceExecutor:
     """Runs one model on one device, or split over some. `initialize` does the slow part.
 
+    Steps are planned in the caller's thread and dispatched in one of their own (see Dispatcher).
+
     Attributes:
       config: as given.
       model_config: of the model, once it is initialized.
@@ -59,10 +63,14 @@ class DeviceExecutor:
         self.model_config: ModelConfig | None = None
         self._planner: Planner | None = None
         self._runner: ModelRunner | None = None
+        self._dispatcher: Dispatcher | None = None
         self._buckets = BucketStats()
 
-    def initialize(self) -> int:
+    def initialize(self, meanwhile: Callable[[], None] = lambda: None) -> int:
         """Load the model, allocate the KV pool, compile the programs of a GPU. Returns num_blocks.
+
+        Args:
+          meanwhile: see Executor.
 
         Raises:
           ValueError: the model cannot be served, or a request of max_model_len does not fit the pool.
@@ -86,7 +94,7 @@ class DeviceExecutor:
             runner.param_bytes() + runner.state_bytes(),
         )  # fmt: skip
         num_blocks = sizer.guess()
-        with Background(lambda: _load(config, source, param_specs(model), mesh)) as weights:
+        with Background(lambda: _load(config, source, param_specs(model), mesh)) as weights, Background(meanwhile):
             if config.compile.ahead:
                 with _lowering_processes(config, model_config, runner.config) as lowering:
                     num_blocks = _compile_ahead(runner, sizer, num_blocks, weights.check, lowering)
@@ -94,46 +102,54 @@ class DeviceExecutor:
         log_pool(runner.config.kv_cache, runner.config.limits, num_blocks)
         runner.initialize_kv_cache(num_blocks)
         self._runner, self._planner = runner, Planner(runner.config.limits, policy, config.seed)
+        self._dispatcher = Dispatcher()
         self.model_config = model_config
         return num_blocks
 
     @property
     def runner(self) -> ModelRunner:
-        """What runs the steps, for measurements."""
+        """What runs the steps, for measurements: not while steps of execute() are in flight."""
         assert self._runner is not None, "initialize comes first"
         return self._runner
 
     def prepare(self, keys: Iterable[ProgramKey]) -> None:
         """Load or compile programs, of buckets that the config's policy need not have: for measurements."""
         assert self.model_config is not None, "initialize comes first"
-        with _lowering_processes(self.config, self.model_config, self.runner.config) as lowering:
+        keys = list(keys)
+        with (
+            _lowering_processes(self.config, self.model_config, self.runner.config) as lowering,
+            tqdm(desc="Preparing programs", total=len(keys), unit="program") as progress,
+        ):
             for _ in self.runner.warm_up(lowering, keys):
-                pass
+                progress.update()
 
-    def execute(self, scheduler_output: SchedulerOutput) -> StepHandle | None:
-        """Plan and dispatch a step without waiting for it; None if it holds no tokens."""
-        assert self._planner is not None and self._runner is not None, "initialize comes first"
+    def execute(self, scheduler_output: SchedulerOutput) -> DispatchedStep | None:
+        """Plan a step and have it dispatched, without waiting for that; None if it holds no tokens."""
+        assert self._planner is not None and self._dispatcher is not None, "initialize comes first"
         plan = self._planner.build(scheduler_output)
         if plan is None:
             return None
         self._buckets.count(plan.key, plan.num_tokens, plan.num_reqs)
-        return self._runner.execute(plan)
+        return self._dispatcher.submit(partial(self.runner.execute, plan))
 
     def metrics(self) -> dict[str, float]:
-        """Programs compiled ahead and while serving; steps, tokens and pads by bucket."""
-        assert self._runner is not None, "initialize comes first"
+        """Programs compiled ahead and while serving; time of dispatching; steps, tokens and pads by bucket."""
+        assert self._runner is not None and self._dispatcher is not None, "initialize comes first"
         programs = self._runner.programs
         return {
             "num_programs": float(len(programs.programs())),
             "num_loaded_programs": float(len(programs.load_seconds)),
             "late_compiles_total": float(programs.num_late_compiles),
             "compile_seconds_total": sum(programs.compile_seconds.values()),
+            "dispatch_seconds_total": self._dispatcher.busy_s,
             **self._buckets.metrics(),
         }
 
     def shutdown(self) -> None:
-        """Let go of weights, pool and programs."""
-        self._runner = self._planner = None
+        """Let go of weights, pool and programs. Steps submitted before are dispatched first."""
+        if self._dispatcher is not None:
+            self._dispatcher.shutdown()
+        self._runner = self._planner = self._dispatcher = None
 
 
 def make_executor(config: EngineConfig) -> DeviceExecutor:
@@ -184,7 +200,7 @@ def _make_runner(
     )
     return ModelRunner(
         lambda traced: bind(model, traced),
-        param_shapes(param_specs(model), mesh, unstack=config.device == "gpu"),
+        param_shapes(param_specs(model), mesh),
         RunnerConfig(
             limits,
             policy,
@@ -204,14 +220,12 @@ def _make_runner(
 
 
 def _load(config: EngineConfig, source: ModelSource, specs: dict[str, ParamSpec], mesh: Mesh) -> dict[str, Weight]:
-    """All weights, each where its declaration wants it, in the form that the layers of this device take."""
+    """All weights, each where its declaration wants it."""
     if config.model.load_format == "dummy":
-        params = dummy_params(specs, seed=config.model.seed, sharding=lambda spec: spec.sharding(mesh))
-    else:
-        params = load_params(
-            specs, source.open_checkpoint(), put=lambda array, spec: jax.device_put(array, spec.sharding(mesh))
-        )
-    return unstack_small(params, specs) if config.device == "gpu" else {**params}
+        return dummy_params(specs, seed=config.model.seed, sharding=lambda spec: spec.sharding(mesh))
+    return load_params(
+        specs, source.open_checkpoint(), put=lambda array, spec: jax.device_put(array, spec.sharding(mesh))
+    )
 
 
 def _lowering_processes(

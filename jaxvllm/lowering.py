@@ -145,7 +145,7 @@ def _make_runner(task: LoweringTask) -> Any:
     from jaxvllm.parallel import make_mesh
 
     model = get_model_class(task.model.architecture)(task.model, unroll_layers=task.unroll_layers)
-    shapes = param_shapes(param_specs(model), make_mesh(jax.devices()), unstack=task.unroll_layers)
+    shapes = param_shapes(param_specs(model), make_mesh(jax.devices()))
     return ModelRunner(lambda traced: bind(model, traced), shapes, task.runner)
 
 

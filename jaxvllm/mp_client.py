@@ -36,7 +36,7 @@ except ImportError as error:
         f"a core process needs msgspec and pyzmq ({error}): install them, or pass multiprocess=False."
     ) from error
 
-DEATH_CHECK_MS = 100  # how long a wait for the core's messages lasts before it looks whether the core lives
+DEATH_CHECK_MS = 100  # how long a wait for the core lasts before it looks whether the core lives
 SHUTDOWN_S = 3.0
 SHUT_DOWN = "the engine has been shut down."
 MAX_SOCKET_DIR = 60  # an ipc path must stay below 108 characters
@@ -60,6 +60,7 @@ class MPClient:
         context = zmq.Context()
         self._requests, self._outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         self._requests.setsockopt(zmq.SNDHWM, 0)
+        self._requests.setsockopt(zmq.SNDTIMEO, DEATH_CHECK_MS)  # sending waits only for a core that has hung up
         self._outputs.setsockopt(zmq.RCVHWM, 0)
         self._outputs.setsockopt(zmq.RCVTIMEO, DEATH_CHECK_MS)
         addresses = [f"ipc://{folder}/{name}" for name in ("requests", "outputs")]
@@ -153,13 +154,17 @@ class MPClient:
                 return result.value
 
     def _send(self, kind: bytes, body: Any) -> None:
-        if self._dead is None and self._process.poll() is not None:
-            if self._has_receiver:  # and hears of the cause itself
-                raise EngineDeadError(_describe_exit(self._process))
-            self._read_last_words()
-        if self._dead is not None:
-            raise EngineDeadError(self._dead)
-        self._requests.send(kind + self._encoder.encode(body))
+        message = kind + self._encoder.encode(body)
+        while self._dead is None:
+            if self._process.poll() is not None:
+                if self._has_receiver:  # and hears of the cause itself
+                    raise EngineDeadError(_describe_exit(self._process))
+                self._read_last_words()
+                break
+            with contextlib.suppress(zmq.Again):  # a dying core: its inbox is closed, the process ends soon
+                self._requests.send(message)
+                return
+        raise EngineDeadError(self._dead)
 
     def _send_start(self, line: bytes) -> None:
         assert self._process.stdin is not None
@@ -227,7 +232,8 @@ def _stop_core(
     if os.getpid() != progress.owner_pid:
         return
     if process.poll() is None and progress.is_ready:
-        requests.send(messages.SHUTDOWN)
+        with contextlib.suppress(zmq.Again):  # it is ending by itself, and has closed its inbox
+            requests.send(messages.SHUTDOWN)
         with contextlib.suppress(subprocess.TimeoutExpired):  # in a long compile, say
             process.wait(SHUTDOWN_S)
     if process.poll() is None:

@@ -1,5 +1,6 @@
 """Kernels of attention, KV cache and few-row products: arrays in, arrays out."""
 
+from pallas_kernels.layer_slice import LayerArray, LayerSlice, as_array
 from pallas_kernels.mosaic import (
     cache_head_dim,
     make_arrivals,
@@ -21,7 +22,10 @@ __all__ = [
     "Backend",
     "HeadNorm",
     "Kind",
+    "LayerArray",
+    "LayerSlice",
     "MatmulStage",
+    "as_array",
     "cache_head_dim",
     "make_arrivals",
     "make_attention_work",

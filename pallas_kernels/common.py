@@ -1,5 +1,6 @@
 """What the Mosaic GPU kernels share."""
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -143,11 +144,11 @@ def finish_before_what_follows(x: jax.Array) -> None:
     from jax._src.lib.mlir.dialects import arith, vector
     from jax.experimental.mosaic import gpu as mgpu
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1),))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA if x.ndim == 2 else plgpu.Layout.WGMMA.reduce(1),))
     def finish(ctx: Any, x: Any) -> None:
-        rows = [vector.extract(row, [], [0]) for row in x.registers.flat]
+        rows = [vector.extract(row, [], [i]) for row in x.registers.flat for i in range(x.registers.flat[0].type.shape[0])]
         store = "mov.u32 a, 0; setp.lt.f32 p, $0, 0f00000000; @p st.volatile.shared.f32 [a], $0;"
         ptx = f"{{ .reg .pred p; .reg .b32 a; {store} }}"
-        mgpu.utils.inline_ptx(ptx, arith.addf(*rows), has_side_effects=True)
+        mgpu.utils.inline_ptx(ptx, functools.reduce(arith.addf, rows), has_side_effects=True)
 
     finish(x)

@@ -38,6 +38,7 @@ from pallas_kernels.prefill_copy import (
     query_tile,
     widen_tiles,
 )
+from pallas_kernels.prefill_products import keep_unless_far, multiply_if_needed, start_product
 from pallas_kernels.tuning import PrefillConfig
 from pallas_kernels.work_lists import ROWS_PER_WARPGROUP, PrefillWork
 
@@ -46,8 +47,8 @@ from pallas_kernels.work_lists import ROWS_PER_WARPGROUP, PrefillWork
 _REGISTERS = {
     (2, False): (240, 24, 0),
     (2, True): (216, 24, 56),
-    (1, False): (248, 24, 0),
-    (1, True): (248, 24, 72),
+    (1, False): (256, 32, 0),
+    (1, True): (256, 24, 72),
 }
 
 # Where a maximum starts: below all real scores, and so far above hidden ones that their weights are 0 in a row that
@@ -118,7 +119,14 @@ def paged_prefill(
     pl.kernel(
         functools.partial(_attend, sizes),
         out_type=(),
-        mesh=plgpu.Mesh(grid=(config.num_ctas,), grid_names=("cta",), num_threads=num_threads, thread_name="warpgroup"),
+        mesh=plgpu.Mesh(
+            grid=(config.num_ctas // config.cluster,),
+            grid_names=("cluster",),
+            cluster=(config.cluster,),
+            cluster_names=("cta",),
+            num_threads=num_threads,
+            thread_name="warpgroup",
+        ),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         name="paged_prefill",
@@ -175,6 +183,8 @@ def _scratch_types(sizes: PrefillSizes) -> tuple[Any, ...]:
     widened = plgpu.Barrier(num_barriers=stages)
     filled = widened if sizes.is_narrow else arrived
     free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
+    if config.cluster > 1:
+        free = plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=warpgroups, num_barriers=stages)
     return (
         plgpu.SMEM((warpgroups, rows, head_dim), dtype),
         swizzled_smem(warpgroups, rows, head_dim, dtype=dtype),
@@ -195,6 +205,7 @@ def _scratch_types(sizes: PrefillSizes) -> tuple[Any, ...]:
         widened if sizes.is_narrow else None,
         widened if sizes.is_narrow else None,
         plgpu.Barrier(num_arrivals=warpgroups),
+        plgpu.Barrier(num_barriers=2) if config.turns else None,
     )
 
 
@@ -205,23 +216,30 @@ def _compute(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch
     def query_body(r: jax.Array, done: jax.Array) -> jax.Array:
         query = query_tile(sizes, inputs.tiles, r)
         plgpu.barrier_wait(scratch.q_full.at[warpgroup])
-        q_smem[...] = plgpu.load(q_in, layout=plgpu.Layout.WGMMA, optimized=False)
-        plgpu.commit_smem()
+        q = plgpu.load(q_in, layout=plgpu.Layout.WGMMA, optimized=False)
+        if not sizes.config.q_in_registers:
+            q_smem[...] = q
+            q = q_smem
+            plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.q_free.at[warpgroup])
-        out = _attend_tiles(sizes, inputs, scratch, query, warpgroup, q_smem, done)
+        out = _attend_tiles(sizes, inputs, scratch, query, warpgroup, q, done)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         o_smem[...] = out.astype(sizes.dtype)
         plgpu.commit_smem()
         _store_tokens(sizes, query, warpgroup, o_smem, inputs.out)
         return done + sizes.num_steps(query)
 
+    if sizes.config.turns:
+        pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(scratch.turn.at[0]))
     lax.fori_loop(0, num_rounds(sizes, inputs.num_tiles), query_body, jnp.int32(0))
+    if sizes.config.turns:
+        pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(scratch.turn.at[0]))
     plgpu.wait_smem_to_gmem(0)
 
 
 def _store_tokens(sizes: PrefillSizes, query: QueryTile, warpgroup: jax.Array, o_smem: Ref, out_ref: Ref) -> None:
     """Write the warpgroup's real tokens: all by one copy, or one by one where the request ends among them."""
-    first = warpgroup * sizes.tokens
+    first = sizes.first_token(warpgroup)
     token = query.token + first
     count = jnp.clip(query.num_tokens - first, 0, sizes.tokens)
     heads = pl.ds(query.head * sizes.group, sizes.group)
@@ -254,7 +272,7 @@ def _attend_tiles(
     config, dtype, window = sizes.config, sizes.dtype, sizes.sliding_window
     rows, tile, head_dim = ROWS_PER_WARPGROUP, config.tile, sizes.head_dim
     k_smem, v_smem, k_full, v_full = scratch.k, scratch.v, scratch.k_full, scratch.v_full
-    first_position = query.position + warpgroup * sizes.tokens
+    first_position = query.position + sizes.first_token(warpgroup)
     first, end = sizes.first_step(query), sizes.end_step(query)
     factor: Any = sizes.scale
     if inputs.kv_scale is not None:
@@ -274,17 +292,27 @@ def _attend_tiles(
             @pl.when(warpgroup == part % config.warpgroups)
             def _(part: int = part):
                 here = pl.ds(part * 64, 64)
-                values = plgpu.load(v_smem.at[slot, here], layout=wgmma)
-                key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=wgmma) + (i * tile + part * 64)
+                key = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=by_row) + (i * tile + part * 64)
                 seen = jnp.logical_and(key < query.num_keys, key >= lowest)
-                v_smem[slot, here] = jnp.where(seen, values, jnp.zeros_like(values))
+                for column in range(0, head_dim, 64):
+                    columns = pl.ds(column, 64)
+                    values = plgpu.load(v_smem.at[slot, here, columns], layout=wgmma)
+                    zeroed = jnp.where(_across_columns(seen, values), values, jnp.zeros_like(values))
+                    v_smem[slot, here, columns] = zeroed
 
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.v_zeroed)
         plgpu.barrier_wait(scratch.v_zeroed)
 
+    def rescaled(acc: jax.Array, rescale: jax.Array) -> jax.Array:
+        if config.lazy_rescale and config.p_in_registers:
+            return multiply_if_needed(acc, rescale)
+        return acc * _across_columns(rescale, acc)
+
     def hand_over(p: jax.Array) -> jax.Array | None:
         """P for the next product: registers, or shared memory."""
+        if config.late_pack:
+            return p
         p = p.astype(dtype)
         if config.p_in_registers:
             return p
@@ -317,54 +345,67 @@ def _attend_tiles(
             hidden = None if window is None else num_seen - window
             scores = hide_columns(scores, hidden, num_seen, interpret=not config.p_in_registers)
         new_highest = jnp.maximum(highest, scores.max(axis=1) * to_base_2)
+        if config.lazy_rescale:
+            new_highest = keep_unless_far(highest, new_highest)
         rescale = jnp.exp2(highest - new_highest)
         p = jnp.exp2(scores * to_base_2 - _across_columns(new_highest, scores))
-        return p, new_highest, total * rescale + p.sum(axis=1), rescale
-
-    def scores_of(slot: jax.Array) -> jax.Array:
-        def body(acc: Ref) -> jax.Array:
-            plgpu.wgmma(acc, q_smem, k_smem.at[slot].transpose((1, 0)))
-            return acc[...]
-
-        return pl.run_scoped(body, plgpu.ACC((rows, tile), jnp.float32))
+        if config.late_sum:
+            added = functools.reduce(jnp.add, [p[:, c : c + 8] for c in range(0, tile, 8)])
+            total = total * _across_columns(rescale, total) + added
+        else:
+            total = total * rescale + p.sum(axis=1)
+        return p, new_highest, total, rescale
 
     def first_scores() -> tuple[jax.Array | None, jax.Array, jax.Array]:
         slot = slot_of(first)
         plgpu.barrier_wait(k_full.at[slot])
-        scores = scores_of(slot)
+        scores = start_product(q_smem, k_smem.at[slot], interpret=not config.p_in_registers)
+        plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch.k_free.at[slot])
-        lowest, nothing = full((rows,), _LOWEST_MAXIMUM, by_row), full((rows,), 0.0, by_row)
+        lowest = full((rows,), _LOWEST_MAXIMUM, by_row)
+        nothing = full((rows, 8), 0.0, wgmma) if config.late_sum else full((rows,), 0.0, by_row)
         p, highest, total, _ = softmax(jnp.int32(first), scores, lowest, nothing, is_masked=True)
-        return hand_over(p), highest, total
+        return hand_over(p), highest, total, full((rows,), 1.0, by_row)
 
     def step(i: jax.Array, carry: tuple[Any, ...], *, is_masked: bool) -> tuple[Any, ...]:
         """Scores of tile i while the values of tile i - 1 are added, whose P is in the carry."""
-        acc, p, highest, total = carry
+        acc, p, highest, total, rescale = carry
         slot, before = slot_of(i), slot_of(i - 1)
         plgpu.barrier_wait(k_full.at[slot])
+        if config.turns:
+            plgpu.barrier_wait(scratch.turn.at[warpgroup])
 
-        def body(acc_ref: Ref, scores_ref: Ref) -> tuple[Any, ...]:
-            start_from(acc_ref, acc)
-            plgpu.wgmma(scores_ref, q_smem, k_smem.at[slot].transpose((1, 0)))
+        def body(acc_ref: Ref) -> tuple[Any, ...]:
+            scores = start_product(q_smem, k_smem.at[slot], interpret=not config.p_in_registers)
+            old = acc
+            packed = p.astype(dtype) if config.late_pack else p
+            if config.late_rescale:
+                old = rescaled(acc, rescale)
+            start_from(acc_ref, old)
             plgpu.barrier_wait(v_full.at[before])
             if window is not None:
                 lowest_key = query.position + 1 - window
                 is_edge = jnp.logical_and(i - 1 == first, lowest_key > first * tile)
                 pl.when(is_edge)(lambda: zero_unseen_values(i - 1, lowest_key))
-            add_values(acc_ref, p, before)
-            scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+            add_values(acc_ref, packed, before)
+            if config.turns:
+                plgpu.barrier_arrive(scratch.turn.at[1 - warpgroup])
+            plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(scratch.k_free.at[slot])
             new = softmax(i, scores, highest, total, is_masked=is_masked)
             if config.p_in_registers:
                 finish_before_what_follows(new[2])
-            return lax.optimization_barrier((total_of(acc_ref, acc), *new))
+            return lax.optimization_barrier((total_of(acc_ref, old), *new))
 
-        accs = plgpu.ACC((rows, head_dim), jnp.float32), plgpu.ACC((rows, tile), jnp.float32)
-        acc, p, highest, total, rescale = pl.run_scoped(body, *accs)
+        acc, p, highest, total, rescale = pl.run_scoped(body, plgpu.ACC((rows, head_dim), jnp.float32))
         plgpu.barrier_arrive(scratch.v_free.at[before])
-        return acc * _across_columns(rescale, acc), hand_over(p), highest, total
+        if not config.late_rescale:
+            acc = rescaled(acc, rescale)
+        return acc, hand_over(p), highest, total, rescale
 
-    def last_values(acc: jax.Array, p: jax.Array | None) -> jax.Array:
+    def last_values(acc: jax.Array, p: jax.Array | None, rescale: jax.Array) -> jax.Array:
+        if config.late_rescale:
+            acc = rescaled(acc, rescale)
         last = end - 1
         slot = slot_of(last)
         plgpu.barrier_wait(v_full.at[slot])
@@ -374,7 +415,7 @@ def _attend_tiles(
 
         def body(acc_ref: Ref) -> jax.Array:
             start_from(acc_ref, acc)
-            add_values(acc_ref, p, slot)
+            add_values(acc_ref, p.astype(dtype) if config.late_pack else p, slot)
             return total_of(acc_ref, acc)
 
         acc = pl.run_scoped(body, plgpu.ACC((rows, head_dim), jnp.float32))
@@ -392,8 +433,10 @@ def _attend_tiles(
     num_unmasked = jnp.minimum(div(first_position + 1, tile), div(query.num_keys, tile))
     middle = jnp.clip(num_unmasked, begin, end)
     carry = lax.fori_loop(begin, middle, functools.partial(step, is_masked=False), carry)
-    acc, p, highest, total = lax.fori_loop(middle, end, functools.partial(step, is_masked=True), carry)
-    acc = last_values(acc, p)
+    acc, p, highest, total, rescale = lax.fori_loop(middle, end, functools.partial(step, is_masked=True), carry)
+    acc = last_values(acc, p, rescale)
+    if config.late_sum:
+        total = total.sum(axis=1)
     if inputs.sinks is not None:
         sink = plgpu.load(inputs.sinks.at[query.head], layout=by_row, optimized=False)
         total = total + jnp.exp2(sink * LOG2E - highest)

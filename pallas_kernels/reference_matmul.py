@@ -10,6 +10,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layer_slice import LayerArray, as_array
 from pallas_kernels.reference_rope_write import rms_norm
 
 # As the config files of Hugging Face call them.
@@ -24,9 +25,9 @@ class MatmulStage:
     With a weight [2, N, K] the first half is a gate: y = activation(gate) * other.
     """
 
-    weight: jax.Array  # [N, K], or [2, N, K]
-    norm_weight: jax.Array | None = None  # [K]; RMSNorm of the input
-    bias: jax.Array | None = None  # [N], or [2, N]
+    weight: LayerArray  # [N, K], or [2, N, K]
+    norm_weight: LayerArray | None = None  # [K]; RMSNorm of the input
+    bias: LayerArray | None = None  # [N], or [2, N]
     eps: float = field(default=0.0, metadata={"static": True})  # of the norm
     unit_offset: bool = field(default=False, metadata={"static": True})  # the norm's factor is 1 + weight
     activation: Activation | None = field(default=None, metadata={"static": True})
@@ -53,9 +54,9 @@ def matmul_stages(x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.A
     """See ops.matmul_stages."""
     for stage in stages:
         if stage.norm_weight is not None:
-            x = rms_norm(x, stage.norm_weight, eps=stage.eps, unit_offset=stage.unit_offset)
-        y = jnp.einsum("tk,...nk->t...n", x, stage.weight)
-        y = y if stage.bias is None else y + stage.bias
+            x = rms_norm(x, as_array(stage.norm_weight), eps=stage.eps, unit_offset=stage.unit_offset)
+        y = jnp.einsum("tk,...nk->t...n", x, as_array(stage.weight))
+        y = y if stage.bias is None else y + as_array(stage.bias)
         x = activate(stage.activation, y[:, 0]) * y[:, 1] if stage.is_gated else activate(stage.activation, y)
         if stage.adds_residual:
             assert residual is not None

@@ -9,14 +9,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layer_slice import LayerArray, as_array
+
 
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True)
 class HeadNorm:
     """RMSNorm of the query and key heads."""
 
-    q_weight: jax.Array  # [H]
-    k_weight: jax.Array  # [H]
+    q_weight: LayerArray  # [H]
+    k_weight: LayerArray  # [H]
     eps: float = field(metadata={"static": True})
     unit_offset: bool = field(default=False, metadata={"static": True})  # the factor is 1 + weight
 
@@ -55,8 +57,8 @@ def norm_and_rotate(
     """Split [T, K, G + 2, H]: q [T, K, G, H] and k [T, K, H], both normed and rotated, and v [T, K, H]."""
     q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
     if norm is not None:
-        q = rms_norm(q, norm.q_weight, eps=norm.eps, unit_offset=norm.unit_offset)
-        k = rms_norm(k, norm.k_weight, eps=norm.eps, unit_offset=norm.unit_offset)
+        q = rms_norm(q, as_array(norm.q_weight), eps=norm.eps, unit_offset=norm.unit_offset)
+        k = rms_norm(k, as_array(norm.k_weight), eps=norm.eps, unit_offset=norm.unit_offset)
     if rope is not None:
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
     return q, k, v

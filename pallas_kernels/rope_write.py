@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 
 from pallas_kernels.common import Ref, pl, plgpu
+from pallas_kernels.layer_slice import as_stack, place_in
 from pallas_kernels.reference_rope_write import HeadNorm
 
 _WARPS, _LANES = 4, 32
@@ -84,7 +85,7 @@ def rope_and_write_kv(
         cache_dtype=kv_cache.dtype,
     )
     operands = [qkv, slot_mapping, layer.reshape(1), *(rope or ())]
-    operands += [norm.q_weight, norm.k_weight] if norm else []
+    operands += [as_stack(norm.q_weight, layer), as_stack(norm.k_weight, layer)] if norm else []
     # The inverse: the scale is divided by once here and not in every thread block.
     operands += [] if kv_scale is None else [1.0 / kv_scale]
     cache_ref = jax.new_ref(kv_cache, memory_space=plgpu.GMEM)
@@ -133,7 +134,8 @@ def _write_token(statics: _Statics, *refs: Ref) -> None:
     )
     table = [_load_row(statics, ref.at[token]) for ref in tables]
     q_weight, k_weight = (
-        None if ref is None else [_load_row(statics, ref.at[_half(statics, i)]) for i in range(2)] for ref in norms
+        None if ref is None else [_load_row(statics, ref.at[place_in(ref, layer), _half(statics, i)]) for i in range(2)]
+        for ref in norms
     )
     q, k = (_rotate(statics, _normalise(statics, x, w), table) for x, w in ((q, q_weight), (k, k_weight)))
     if inverse_scale_ref is not None:

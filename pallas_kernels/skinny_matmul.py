@@ -30,6 +30,7 @@ from jax import lax
 from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 
 from pallas_kernels.common import Ref, div, full, pl, plgpu, swizzled_smem
+from pallas_kernels.layer_slice import LayerSlice, as_stack, place_in
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.tuning import MatmulConfig
 
@@ -210,11 +211,13 @@ def _run(
     interpret: Any,
 ) -> list[jax.Array]:
     """The results of all stages."""
-    operands = [x, arrivals] + ([residual] if residual is not None else [])
+    weights = jax.tree.leaves(stages, is_leaf=lambda node: isinstance(node, LayerSlice))
+    layer = next((weight.layer for weight in weights if isinstance(weight, LayerSlice)), jnp.int32(0))
+    operands = [x, arrivals, layer.reshape(1)] + ([residual] if residual is not None else [])
     for stage in stages:
-        operands.append(stage.weight.reshape(-1, stage.weight.shape[-1]))
-        operands += [] if stage.norm_weight is None else [stage.norm_weight]
-        operands += [] if stage.bias is None else [stage.bias.reshape(-1)]
+        operands.append(as_stack(stage.weight.reshape(-1, stage.weight.shape[-1]), layer))
+        operands += [] if stage.norm_weight is None else [as_stack(stage.norm_weight, layer)]
+        operands += [] if stage.bias is None else [as_stack(stage.bias.reshape(-1), layer)]
     return pl.kernel(
         functools.partial(_body, statics, residual is not None),
         out_type=[jax.ShapeDtypeStruct((FEW_ROWS, stage.num_outputs), statics.dtype) for stage in statics.stages],
@@ -230,23 +233,29 @@ class _StageRefs:
     """Global memory of one product."""
 
     x: Ref
-    weight: Ref
-    norm_weight: Ref | None
-    bias: Ref | None
+    weight: Ref  # [L or 1, ways * N, K]
+    norm_weight: Ref | None  # [L or 1, K]
+    bias: Ref | None  # [L or 1, ways * N]
     residual: Ref | None
     out: Ref
+    layer: jax.Array
+
+    def of_layer(self, stack: Ref) -> jax.Array | int:
+        """The first index into the weight, the norm's weight or the bias."""
+        return place_in(stack, self.layer)
 
 
 def _stage_refs(statics: _Statics, has_residual: bool, refs: list[Ref]) -> list[_StageRefs]:
     outs = refs[-len(statics.stages) :]
-    x, residual = refs[0], refs[2] if has_residual else None
-    rest = iter(refs[3 if has_residual else 2 :])
+    x, residual = refs[0], refs[3] if has_residual else None
+    rest = iter(refs[4 if has_residual else 3 :])
+    layer = refs[2][0]  # read while the barriers are made, long before the first copy asks for it
     made = []
     for stage, out in zip(statics.stages, outs, strict=True):
         weight = next(rest)
         norm_weight = next(rest) if stage.has_norm else None
         bias = next(rest) if stage.has_bias else None
-        made.append(_StageRefs(x, weight, norm_weight, bias, residual if stage.adds_residual else None, out))
+        made.append(_StageRefs(x, weight, norm_weight, bias, residual if stage.adds_residual else None, out, layer))
         x = out
         residual = out if stage.adds_residual else residual
     return made
@@ -301,23 +310,26 @@ def _operand(ref: Ref) -> Ref:
 
 
 def _copy_atoms(
-    source: Ref, target: Ref, slot: Any, barrier: Ref, row: Any, row_tiles: int, atoms: tuple[Any, int]
+    source: Ref, target: Ref, slot: Any, barrier: Ref, where: tuple[Any, ...], row_tiles: int, atoms: tuple[Any, int]
 ) -> None:
-    """Copy 8 * row_tiles rows from `row` on, of each so many atoms (the first one, how many), into a slot of `target`.
+    """Copy 8 * row_tiles rows, of each so many atoms (the first one, how many), into a slot of `target`.
+
+    `where`: the first row in `source`, and before it the layer if `source` has layers.
 
     One copy where `target` is a union; the interpreter, which forbids to read a union otherwise than it was written,
     takes one an atom.
     """
     first, count = atoms
+    *layer, row = where
     if isinstance(target, tuple):
-        block = source.at[pl.ds(row, FEW_ROWS * row_tiles), pl.ds(first * 64, count * 64)]
+        block = source.at[*layer, pl.ds(row, FEW_ROWS * row_tiles), pl.ds(first * 64, count * 64)]
         wide = target[0] if slot is None else target[0].at[slot]
         plgpu.copy_gmem_to_smem(block, wide.at[:, pl.ds(0, 64 * count)], barrier)
         return
     tall = target if slot is None else target.at[slot]
     for i in range(row_tiles):
         for j in range(count):
-            block = source.at[pl.ds(row + i * FEW_ROWS, FEW_ROWS), pl.ds((first + j) * 64, 64)]
+            block = source.at[*layer, pl.ds(row + i * FEW_ROWS, FEW_ROWS), pl.ds((first + j) * 64, 64)]
             plgpu.copy_gmem_to_smem(block, tall.at[pl.ds((i * count + j) * FEW_ROWS, FEW_ROWS)], barrier)
 
 
@@ -341,7 +353,8 @@ def _copy_weights(statics: _Statics, stages: list[_StageRefs], scratch: tuple[Re
             unit = div(unit_way, stage.ways)
             way = unit_way - unit * stage.ways
             row = way * stage.num_outputs + (first_unit + unit * statics.num_ctas) * UNIT
-            _copy_atoms(refs.weight, w_smem, slot, filled.at[slot], row, _ROW_TILES, (tile * stage.tile, stage.tile))
+            where, atoms = (refs.of_layer(refs.weight), row), (tile * stage.tile, stage.tile)
+            _copy_atoms(refs.weight, w_smem, slot, filled.at[slot], where, _ROW_TILES, atoms)
             return copied + 1
 
         copied = lax.fori_loop(0, num_mine * (stage.ways * stage.tiles), copy_tile, copied)
@@ -362,13 +375,13 @@ def _compute(statics: _Statics, stages: list[_StageRefs], arrivals_ref: Ref, scr
         @pl.when(num_mine > 0)
         def _(index=index, stage=stage, refs=refs, first_unit=first_unit, num_mine=num_mine, used=used):
             if index == 0:
-                _copy_atoms(refs.x, scratch[1], None, scratch[-1], 0, 1, (0, stage.num_atoms))
+                _copy_atoms(refs.x, scratch[1], None, scratch[-1], (0,), 1, (0, stage.num_atoms))
             # Before the wait, if there are registers for them: these loads wait for no other stage.
             chunks = stage.num_atoms // stage.segments if stage.has_norm else 0
             weights = [_norm_weight(stage, refs, i) for i in range(chunks)] if chunks <= 4 else []
             if index > 0:
                 _wait_for_arrivals(arrivals_ref, index - 1, min(statics.stages[index - 1].num_units, statics.num_ctas))
-                _copy_atoms(refs.x, scratch[1], None, scratch[-1], 0, 1, (0, stage.num_atoms))
+                _copy_atoms(refs.x, scratch[1], None, scratch[-1], (0,), 1, (0, stage.num_atoms))
             _take_x(stage, refs, weights, scratch)
 
             def unit_body(i: jax.Array, used: jax.Array) -> jax.Array:
@@ -390,7 +403,8 @@ def _norm_weight(stage: _Stage, refs: _StageRefs, chunk: int | jax.Array) -> jax
     # Rows of other chunks are left as they are.
     out = full((64, 64), 0.0 if stage.unit_offset else 1.0, _WGMMA).astype(refs.norm_weight.dtype)
     for segment in range(stage.segments):
-        part = refs.norm_weight.at[pl.ds((chunk * stage.segments + segment) * 64, 64)]
+        columns = pl.ds((chunk * stage.segments + segment) * 64, 64)
+        part = refs.norm_weight.at[refs.of_layer(refs.norm_weight), columns]
         weight = plgpu.load(part, layout=_WGMMA.reduce(0), optimized=False)
         weight = plgpu.layout_cast(lax.broadcast_in_dim(weight, (64, 64), [1]), _WGMMA)
         is_segment = jnp.logical_and(row >= segment * FEW_ROWS, row < (segment + 1) * FEW_ROWS)
@@ -467,7 +481,8 @@ def _compute_unit(
         parts = [part * rstd for part in parts]
     if refs.bias is not None:
         for way in range(stage.ways):
-            bias = refs.bias.at[pl.ds(way * stage.num_outputs + unit * UNIT, UNIT)]
+            row = pl.ds(way * stage.num_outputs + unit * UNIT, UNIT)
+            bias = refs.bias.at[refs.of_layer(refs.bias), row]
             bias = plgpu.load(bias, layout=layout.reduce(0), optimized=False).astype(jnp.float32)
             parts[way] = parts[way] + plgpu.layout_cast(lax.broadcast_in_dim(bias, (FEW_ROWS, UNIT), [1]), layout)
     out = _activate(stage.activation, parts[0])

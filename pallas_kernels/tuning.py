@@ -51,6 +51,13 @@ class PrefillConfig:
     warpgroups: int = 2
     p_in_registers: bool = True
     copy_whole_tiles: bool = True
+    late_sum: bool = False
+    late_rescale: bool = False
+    lazy_rescale: bool = False
+    cluster: int = 1
+    turns: bool = False
+    late_pack: bool = False
+    q_in_registers: bool = False
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ class BucketPolicy:
     Attributes:
       name: of the strategy, for logs and tables.
       max_num_seqs, max_num_batched_tokens: the limits that it covers.
-      decode_sizes: ascending T (= R) of decode steps; empty: decode steps run in a mixed bucket.
+      decode_sizes: ascending T (= R) of decode steps. A decode step runs in a mixed bucket where that is smaller than
+        every decode bucket that holds it, or none does.
       mixed_sizes: ascending (T, R); the last one covers both limits.
       row_cost_tokens: what a row costs, in tokens; a mixed step runs in the bucket that costs the least by it.
 
@@ -87,11 +88,6 @@ class BucketPolicy:
                 f"the largest mixed bucket {largest} must hold max_num_batched_tokens={self.max_num_batched_tokens}: "
                 "add a larger size or lower max_num_batched_tokens."
             )
-        if self.decode_sizes and self.decode_sizes[-1] < self.max_num_seqs:
-            raise ValueError(
-                f"the largest decode bucket {self.decode_sizes[-1]} must hold max_num_seqs={self.max_num_seqs}: "
-                "add a larger size or lower max_num_seqs."
-            )
         num_rows = min(largest[0], self.max_num_seqs)
         if largest[1] < num_rows:
             raise ValueError(f"the largest mixed bucket {largest} must have {num_rows} rows, for max_num_seqs.")
@@ -100,7 +96,7 @@ class BucketPolicy:
                 raise ValueError(f"mixed bucket (T={T}, R={R}) must have 1 to T rows.")
 
     def select(self, kind: StepKind, num_tokens: int, num_reqs: int) -> BucketKey:
-        """The smallest bucket for a step.
+        """The cheapest bucket for a step.
 
         Raises:
           ValueError: the step exceeds the policy's limits.
@@ -110,11 +106,20 @@ class BucketPolicy:
                 f"a step of {num_tokens} tokens and {num_reqs} requests exceeds the buckets' limits: "
                 f"{self.max_num_batched_tokens} tokens, {self.max_num_seqs} requests."
             )
-        if kind == "decode" and self.decode_sizes:
+        size = None
+        if kind == "decode" and self.decode_sizes and num_tokens <= self.decode_sizes[-1]:
             size = self.decode_sizes[bisect_left(self.decode_sizes, num_tokens)]
+            if size <= self.mixed_sizes[0][0]:  # no mixed bucket is smaller
+                return BucketKey("decode", size, size)
+        fitting = (mixed for mixed in self.mixed_sizes if mixed[0] >= num_tokens and mixed[1] >= num_reqs)
+        mixed = min(fitting, key=lambda mixed: (self._tokens(*mixed), mixed))
+        if size is not None and self._tokens(size, size) <= self._tokens(*mixed):
             return BucketKey("decode", size, size)
-        fitting = (size for size in self.mixed_sizes if size[0] >= num_tokens and size[1] >= num_reqs)
-        return BucketKey("mixed", *min(fitting, key=lambda size: (size[0] + self.row_cost_tokens * size[1], size)))
+        return BucketKey("mixed", *mixed)
+
+    def _tokens(self, T: int, R: int) -> float:
+        """What a bucket costs, in tokens."""
+        return T + self.row_cost_tokens * R
 
     def keys(self) -> list[BucketKey]:
         """All buckets, always in the same order: largest first, so that the slowest compile starts first."""

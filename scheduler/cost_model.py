@@ -5,7 +5,6 @@ a step is its bucket's own time plus a time for each context token, the same for
 """
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,17 +51,17 @@ class CostModel:
 
     @cached_property
     def _ms_per_row(self) -> dict[str, float]:
-        """Kind -> what a row costs beyond its token: from buckets of one T that differ in R; 0 if there are none."""
-        result = {}
-        for kind in {key.kind for key in self.bucket_ms}:
-            ends: dict[int, list[tuple[int, float]]] = {}
-            for key, ms in self.bucket_ms.items():
-                if key.kind == kind:
-                    ends.setdefault(key.T, []).append((key.R, ms))
-            pairs = [(min(points), max(points)) for points in ends.values() if len(points) > 1]
-            slopes = [(high[1] - low[1]) / (high[0] - low[0]) for low, high in pairs]
-            result[kind] = max(float(np.median(slopes)), 0.0) if slopes else 0.0
-        return result
+        """Kind -> what a row costs beyond its token: from buckets of other R at the same T, or between two; else 0."""
+        lines: dict[tuple[str, int], list[tuple[int, float]]] = {}
+        for key, ms in sorted(self.bucket_ms.items()):
+            lines.setdefault((key.kind, key.R), []).append((key.T, ms))
+        slopes: dict[str, list[float]] = {kind: [] for kind, _ in lines}
+        for key, ms in self.bucket_ms.items():
+            for (kind, R), line in lines.items():
+                if kind == key.kind and key.R > R and line[0][0] <= key.T <= line[-1][0]:
+                    with_fewer = float(np.interp(key.T, [T for T, _ in line], [ms for _, ms in line]))
+                    slopes[kind].append((ms - with_fewer) / (key.R - R))
+        return {kind: max(float(np.median(found)), 0.0) if found else 0.0 for kind, found in slopes.items()}
 
     def _interpolate(self, key: BucketKey) -> float:
         per_row = self._ms_per_row.get(key.kind, 0.0)
@@ -99,43 +98,29 @@ def fit(samples: Iterable[StepSample]) -> CostModel:
     solution = np.linalg.lstsq(matrix, ms, rcond=None)[0]
     if solution[-1] < 0:  # noise: more context is never faster
         solution = np.append(np.linalg.lstsq(matrix[:, :-1], ms, rcond=None)[0], 0.0)
-    return CostModel(dict(zip(keys, solution[:-1].tolist(), strict=True)), float(solution[-1]) * 1e-6)
+    # Noise again: no bucket is free.
+    least = {key: min(row.ms for row in rows if row.key == key) / 10 for key in keys}
+    bucket_ms = {key: max(ms, least[key]) for key, ms in zip(keys, solution[:-1].tolist(), strict=True)}
+    return CostModel(bucket_ms, float(solution[-1]) * 1e-6)
 
 
 def load_cost_model(path: str | Path) -> CostModel:
     """Fit the model to a JSON file of measured steps.
 
-    The file is {"samples": [{"kind", "T", "R", "context_tokens", "ms"}, ...]}, or what scripts/compare_buckets.py
-    --json writes: mean step times by bucket, their context unknown and so part of the bucket's own time.
+    The file is what `jaxvllm buckets measure` or `compare --json` writes:
+    {"samples": [{"kind", "T", "R", "context_tokens", "ms"}, ...], ...}.
 
     Raises:
       ValueError: the file is of neither form; names the file and what is wrong.
     """
     try:
         measured: dict[str, Any] = json.loads(Path(path).read_text())
-        read = _read_bucket_means if "results" in measured else _read_samples
-        return fit(read(measured))
+        return fit(
+            StepSample(BucketKey(row["kind"], row["T"], row["R"]), row["context_tokens"], row["ms"])
+            for row in measured["samples"]
+        )
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no step times: {error!r}") from error
-
-
-def _read_samples(measured: dict[str, Any]) -> list[StepSample]:
-    return [
-        StepSample(BucketKey(row["kind"], row["T"], row["R"]), row["context_tokens"], row["ms"])
-        for row in measured["samples"]
-    ]
-
-
-def _read_bucket_means(measured: dict[str, Any]) -> list[StepSample]:
-    samples = []
-    for result in measured["results"]:
-        for name, ms in result["step_ms"].items():
-            match = re.fullmatch(r"(decode|mixed)\(T=(\d+), R=(\d+)\)", name)
-            if match is None:
-                raise ValueError(f"{name!r} names no bucket")
-            kind, num_tokens, num_rows = match.groups()
-            samples.append(StepSample(BucketKey(kind, int(num_tokens), int(num_rows)), 0, ms))  # type: ignore[arg-type]
-    return samples
 
 
 def roofline(

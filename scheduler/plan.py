@@ -137,6 +137,19 @@ class StepRows:
     num_decodes: int
 
 
+@dataclass(slots=True)
+class _Decodes:
+    """A step of decode rows alone, whose tokens all are on the device: the next one differs in little from it.
+
+    buffer: as it was before changes to the device rows were entered.
+    """
+
+    key: BucketKey
+    step: StepRows
+    needs_sample: np.ndarray
+    buffer: np.ndarray
+
+
 class Planner:
     """Turns SchedulerOutputs into StepPlans; owns the batch."""
 
@@ -152,6 +165,7 @@ class Planner:
         self._policy = policy
         self._layouts = {key: PlanLayout.make(key, limits) for key in policy.keys()}  # noqa: SIM118
         self._empty = {key: layout.empty_buffer(limits.max_num_seqs) for key, layout in self._layouts.items()}
+        self._last: _Decodes | None = None
 
     def build(self, scheduler_output: SchedulerOutput) -> StepPlan | None:
         """Apply a SchedulerOutput to the batch and lay out its step; None if it schedules no token.
@@ -163,7 +177,7 @@ class Planner:
         num_tokens = scheduler_output.total_num_scheduled_tokens
         if num_tokens == 0:
             return None
-        step = order_rows(scheduler_output, self.batch, changes)
+        step = self._order(scheduler_output, changes)
         num_reqs = len(step.request_ids)
         logprobs = None
         if self.batch.wants_logprobs:
@@ -172,10 +186,7 @@ class Planner:
         is_decode = step.num_decodes == num_reqs and not (logprobs and logprobs.ranges)
         kind = "decode" if is_decode else "mixed"
         key = self._policy.select(kind, num_tokens, num_reqs)
-        buffer = self._empty[key].copy()
-        fields = self._layouts[key].unpack(buffer)
-        _fill_tokens(fields, step, self.batch, num_tokens)
-        needs_sample = _fill_rows(fields, step, num_tokens)
+        buffer, fields, needs_sample = self._fill(key, step, num_tokens)
         overflow = _fill_changes(fields, changes, self.batch)
         fields["header"][:] = (num_tokens, num_reqs, step.num_decodes, len(changes.admitted), len(changes.appends))
         mask_writes = _mask_writes(scheduler_output.grammar_masks, self.batch)
@@ -189,11 +200,46 @@ class Planner:
             num_reqs,
             num_tokens,
             mask_writes,
-            *side_buffers(changes, self.batch),
+            *(side_buffers(changes, self.batch) if changes.admitted else ([], [])),
             logprobs,
             is_plain,
             has_processing,
         )
+
+    def _order(self, scheduler_output: SchedulerOutput, changes: BatchChanges) -> StepRows:
+        """See order_rows; a step of the same decode rows as the last one takes them from there."""
+        if changes.admitted:  # a request that comes back has another row
+            self._last = None
+        cached = scheduler_output.scheduled_cached_requests
+        num_reqs = len(scheduler_output.num_scheduled_tokens)
+        if (
+            self._last is None
+            or scheduler_output.total_num_scheduled_tokens != num_reqs
+            or cached.request_ids != self._last.step.request_ids
+        ):
+            return order_rows(scheduler_output, self.batch, changes)
+        last = self._last.step
+        num_computed = np.fromiter(cached.num_computed_tokens, np.int32, num_reqs)
+        return StepRows(last.request_ids, last.rows, num_computed, last.num_scheduled, last.num_known, num_reqs)
+
+    def _fill(
+        self, key: BucketKey, step: StepRows, num_tokens: int
+    ) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
+        """A buffer with the step's tokens and rows, its fields, and needs_sample as bool[num_reqs]."""
+        last = self._last
+        if last is not None and step.rows is last.step.rows and key == last.key:
+            buffer = last.buffer.copy()
+            fields = self._layouts[key].unpack(buffer)
+            _fill_positions(fields, step.rows, step.num_computed, self.batch)
+            np.add(step.num_computed, 1, out=fields["seq_lens"][:num_tokens])
+            return buffer, fields, last.needs_sample
+        buffer = self._empty[key].copy()
+        fields = self._layouts[key].unpack(buffer)
+        _fill_tokens(fields, step, self.batch, num_tokens)
+        needs_sample = _fill_rows(fields, step, num_tokens)
+        if key.kind == "decode" and (step.num_computed >= step.num_known).all():
+            self._last = _Decodes(key, step, needs_sample, buffer.copy())
+        return buffer, fields, needs_sample
 
 
 def order_rows(scheduler_output: SchedulerOutput, batch: Batch, changes: BatchChanges) -> StepRows:
@@ -227,19 +273,24 @@ def order_rows(scheduler_output: SchedulerOutput, batch: Batch, changes: BatchCh
 
 def _fill_tokens(fields: dict[str, np.ndarray], step: StepRows, batch: Batch, num_tokens: int) -> None:
     """input_ids, positions and slot_mapping of the real tokens; pads stay 0."""
-    block_size = batch.limits.block_size
     if step.num_decodes == len(step.rows):
         token_rows, positions = step.rows, step.num_computed
     else:
         token_rows = np.repeat(step.rows, step.num_scheduled)
         starts = np.cumsum(step.num_scheduled) - step.num_scheduled
         positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(step.num_computed - starts, step.num_scheduled)
-    fields["positions"][:num_tokens] = positions
+    _fill_positions(fields, token_rows, positions, batch)
+    _fill_input_ids(fields["input_ids"], step, batch)
+
+
+def _fill_positions(fields: dict[str, np.ndarray], token_rows: np.ndarray, positions: np.ndarray, batch: Batch) -> None:
+    """positions and slot_mapping of the real tokens, whose rows and positions these are."""
+    block_size, n = batch.limits.block_size, len(positions)
+    fields["positions"][:n] = positions
     block_indices, offsets = np.divmod(positions, block_size)
     slots = batch.block_tables[token_rows, block_indices]
     slots *= block_size
-    np.add(slots, offsets, out=fields["slot_mapping"][:num_tokens])
-    _fill_input_ids(fields["input_ids"], step, batch)
+    np.add(slots, offsets, out=fields["slot_mapping"][:n])
 
 
 def _fill_input_ids(input_ids: np.ndarray, step: StepRows, batch: Batch) -> None:

@@ -1,10 +1,13 @@
-"""The bucket sizes that cost the least time for the steps of a trace, under a budget of programs.
+"""The buckets that cost the steps of a trace the least time, under a budget of programs.
 
-Decode sizes and mixed sizes are lines of sizes: the best k sizes on a line are found exactly, by dynamic programming
-over the candidates, for every k; then the budget is split over the lines where they cost the least together.
+A step runs in the cheapest of the chosen buckets that hold it, so the choice is a k-median problem. The bucket that
+saves the most is added until the budget is spent; then single buckets are exchanged as long as that saves anything.
+
+Arrays here: D demands (sizes of steps), C candidates (buckets that might be chosen).
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +15,10 @@ import numpy as np
 from scheduler.buckets import BucketKey, BucketPolicy, StepKind, StepShape
 from scheduler.cost_model import CostModel
 
-# Rows of the mixed buckets for few requests.
+# Rows that mixed buckets may have, besides max_num_seqs.
 ROW_CHOICES = (16, 32, 64, 128, 256, 512)
+TOLERATED = 2.0  # times the best there could be, that an assumed step may cost free of charge
+PRIOR_RATIO = 1.4  # of neighbouring sizes among the assumed steps
 
 
 @dataclass(frozen=True)
@@ -25,27 +30,17 @@ class TuningOptions:
       decode_granule, mixed_granule: sizes are multiples of these (the limits themselves may be none).
       padding_price: what a token of a bucket is charged beyond the time that it takes, in times of what a token takes
         in the largest buckets. Where a step's time does not depend on its size, waste would be free without it.
-      prior_share: so many more steps, as a share of the trace's, are assumed to spread evenly over the logarithms of
-        tokens and of requests, so that what the trace does not have is not left to the largest bucket.
+      prior_share: what steps that the trace does not have may cost, as a share of the trace's time. They are of all
+        sizes alike, by their logarithms, and cost as much as the time of their bucket exceeds TOLERATED times that of
+        the best candidate. Without them everything rare is left to the largest bucket, and a burst of requests runs
+        into a state of steps so slow that it does not leave it.
     """
 
     max_programs: int = 24
     decode_granule: int = 8
     mixed_granule: int = 32
-    padding_price: float = 1.0
-    prior_share: float = 0.01
-
-
-@dataclass(frozen=True)
-class _Line:
-    """The steps that one line of sizes serves: counts[i] of them have sizes[i] as their smallest candidate."""
-
-    sizes: np.ndarray
-    counts: np.ndarray
-
-
-# Index k: the cost and the sizes of the best k sizes; None where k sizes cannot cover the limit.
-_Choices = list[tuple[float, list[int]] | None]
+    padding_price: float = 2.0
+    prior_share: float = 0.03
 
 
 def tune(
@@ -56,9 +51,6 @@ def tune(
     options: TuningOptions | None = None,
 ) -> BucketPolicy:
     """The policy of at most max_programs buckets with the least expected step time.
-
-    Mixed steps of few requests have a line of sizes of their own, with few rows, where that pays: the logits of
-    max_num_seqs rows can cost as much as the step. How few is one of ROW_CHOICES.
 
     Args:
       steps: the shapes of the steps of a trace and how often each ran.
@@ -73,49 +65,120 @@ def tune(
         raise ValueError(f"max_programs={options.max_programs} must be at least 2: a decode and a mixed bucket.")
     if not steps:
         raise ValueError("the trace has no steps to tune for.")
-    budget = options.max_programs
-    half, rows = max_num_batched_tokens // 2, min(max_num_seqs, max_num_batched_tokens // 2)
-    large = (
-        [cost.step_ms(BucketKey("mixed", T, rows), 0) for T in (half, max_num_batched_tokens)] if half else [0.0, 0.0]
-    )
-    token_price_ms = options.padding_price * max(large[1] - large[0], 0.0) / max(max_num_batched_tokens - half, 1)
+    candidates = _candidates(max_num_seqs, max_num_batched_tokens, options)
+    price = options.padding_price * _ms_a_token(cost, max_num_seqs, max_num_batched_tokens)
+    charges = np.array([cost.step_ms(key, 0) + price * key.T for key in candidates])
+    # A decode step in a mixed bucket is no faster than in a decode bucket of as many rows.
+    as_decode = np.array([cost.step_ms(BucketKey("decode", key.T, key.T), 0) + price * key.T for key in candidates])
+    charges_of_decode = np.maximum(charges, as_decode)
 
-    def choices(kind: StepKind, fewest: int, most: int) -> _Choices:
-        """Sizes for the steps of `fewest` to `most` requests, whose buckets have `most` rows."""
-        limit = max_num_seqs if kind == "decode" else max_num_batched_tokens
-        granule = options.decode_granule if kind == "decode" else options.mixed_granule
-        of_kind = {s: n for s, n in steps.items() if s.kind == kind}
-        mine = {s: n for s, n in of_kind.items() if fewest <= s.num_reqs <= most}
-        share = np.log((most + 1) / fewest) / np.log(max_num_seqs + 1)
-        line = _line(mine, limit, granule, options.prior_share * max(sum(of_kind.values()), 1) * share)
-        ms = [step_ms(kind, T, most) for T in line.sizes.tolist()]
-        if kind == "mixed" and most < max_num_seqs:
-            ms[-1] = step_ms(kind, limit, max_num_seqs)
-        return _best_sizes(line, np.array(ms), budget)
+    def charges_of(demands: list[BucketKey]) -> np.ndarray:
+        holds, is_decode = _holds(candidates, demands), np.array([key.kind == "decode" for key in demands])
+        return np.where(holds, np.where(is_decode[:, None], charges_of_decode, charges), np.inf)
 
-    def step_ms(kind: StepKind, T: int, rows: int) -> float:
-        key = BucketKey(kind, T, T if kind == "decode" else min(T, rows))
-        return cost.step_ms(key, 0) + token_price_ms * T
-
-    decode, mixed = choices("decode", 1, max_num_seqs), choices("mixed", 1, max_num_seqs)
-    total, sizes = _best_split([decode, mixed], budget)
-    best = (total, sizes, 0)
-    for few in (rows for rows in ROW_CHOICES if rows < max_num_seqs):
-        # The line of few requests ends in the other line's largest bucket, which costs no program more.
-        few_line = choices("mixed", 1, few)[1:]
-        total, sizes = _best_split([decode, choices("mixed", few + 1, max_num_seqs), few_line], budget)
-        best = min(best, (total, sizes, few), key=lambda found: found[0])
-    _, (decode_sizes, many_sizes, *few_sizes), few = best
-    buckets = {(T, min(T, max_num_seqs)) for T in many_sizes}
-    buckets |= {(T, min(T, few)) for sizes in few_sizes for T in sizes[:-1]}
+    seen = _rounded_up(steps, candidates)
+    rows = charges_of(list(seen)) * np.array([*seen.values()])[:, None]
+    if options.prior_share:
+        prior = charges_of(_assumed_steps(candidates))
+        excess = np.maximum(prior / prior.min(axis=1, keepdims=True) - TOLERATED, 0.0)
+        price_of_excess = options.prior_share * rows.min(axis=1).sum() / len(excess)
+        rows = np.concatenate([rows, excess * price_of_excess])
+    chosen = _choose(rows, options.max_programs, len(candidates) - 1)
+    keys = [candidates[i] for i in chosen]
     return BucketPolicy(
         "tuned",
         max_num_seqs,
         max_num_batched_tokens,
-        tuple(decode_sizes),
-        tuple(sorted(buckets)),
+        tuple(sorted(key.T for key in keys if key.kind == "decode")),
+        tuple(sorted((key.T, key.R) for key in keys if key.kind == "mixed")),
         row_cost_tokens=_row_cost_tokens(cost, max_num_batched_tokens, max_num_seqs),
     )
+
+
+def _candidates(max_num_seqs: int, max_num_batched_tokens: int, options: TuningOptions) -> list[BucketKey]:
+    """All buckets that might be chosen; the last one holds every step."""
+    decode = [*range(options.decode_granule, max_num_seqs, options.decode_granule), max_num_seqs]
+    mixed = [*range(options.mixed_granule, max_num_batched_tokens, options.mixed_granule), max_num_batched_tokens]
+    rows = [*filter(max_num_seqs.__gt__, ROW_CHOICES), max_num_seqs]
+    keys = [BucketKey("decode", T, T) for T in decode]
+    return keys + [BucketKey("mixed", T, R) for T in mixed for R in sorted({min(T, R) for R in rows})]
+
+
+def _rounded_up(steps: Mapping[StepShape, int], candidates: list[BucketKey]) -> Counter[BucketKey]:
+    """How many steps have each candidate as the smallest one of their kind that holds them."""
+    sizes: dict[StepKind, list[int]] = {
+        kind: sorted({key.T for key in candidates if key.kind == kind}) for kind in ("decode", "mixed")
+    }
+    rows = sorted({key.R for key in candidates if key.T == candidates[-1].T and key.kind == "mixed"})
+    counts: Counter[BucketKey] = Counter()
+    for (kind, num_tokens, num_reqs), count in steps.items():
+        T = sizes[kind][np.searchsorted(sizes[kind], num_tokens)]
+        R = T if kind == "decode" else min(T, rows[np.searchsorted(rows, num_reqs)])
+        counts[BucketKey(kind, T, R)] += count
+    return counts
+
+
+def _assumed_steps(candidates: list[BucketKey]) -> list[BucketKey]:
+    """Candidates whose tokens and rows lie about PRIOR_RATIO apart."""
+    kept: set[tuple[StepKind, int]] = set()
+    for kind in ("decode", "mixed"):
+        least = 0.0
+        for T in sorted({key.T for key in candidates if key.kind == kind}):
+            if least <= T:
+                kept.add((kind, T))
+                least = PRIOR_RATIO * T
+    return [key for key in candidates if (key.kind, key.T) in kept]
+
+
+def _holds(candidates: list[BucketKey], demands: list[BucketKey]) -> np.ndarray:
+    """bool[D, C]: whether a step of each size can run in each candidate."""
+    key_T, key_R, key_is_decode = _columns(candidates)
+    T, R, is_decode = _columns(demands)
+    return (key_T >= T[:, None]) & (key_R >= R[:, None]) & (is_decode[:, None] | ~key_is_decode)
+
+
+def _columns(keys: list[BucketKey]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return (
+        np.array([key.T for key in keys]),
+        np.array([key.R for key in keys]),
+        np.array([key.kind == "decode" for key in keys]),
+    )
+
+
+def _choose(charges: np.ndarray, budget: int, always: int) -> list[int]:
+    """Up to `budget` columns of f64[D, C] whose least charges add up to little: no exchange of one column helps.
+
+    Args:
+      always: a column that is chosen in any case, finite in every row.
+    """
+    chosen = [always]
+    least = charges[:, always]
+    while len(chosen) < min(budget, charges.shape[1]):
+        added = int(np.minimum(least[:, None], charges).sum(axis=0).argmin())
+        if added in chosen:  # nothing more to save
+            return chosen
+        chosen.append(added)
+        least = np.minimum(least, charges[:, added])
+    total, is_better = least.sum(), True
+    while is_better:
+        is_better = False
+        for place in range(1, len(chosen)):
+            others = charges[:, chosen[:place] + chosen[place + 1 :]].min(axis=1)
+            totals = np.minimum(others[:, None], charges).sum(axis=0)
+            best = int(totals.argmin())
+            if totals[best] < total * (1 - 1e-9):
+                chosen[place], total, is_better = best, totals[best], True
+    return chosen
+
+
+def _ms_a_token(cost: CostModel, max_num_seqs: int, max_num_batched_tokens: int) -> float:
+    """What a token takes in the largest buckets."""
+    half = max_num_batched_tokens // 2
+    if not half:
+        return 0.0
+    keys = [BucketKey("mixed", T, min(max_num_seqs, half)) for T in (half, max_num_batched_tokens)]
+    low, high = (cost.step_ms(key, 0) for key in keys)
+    return max(high - low, 0.0) / (max_num_batched_tokens - half)
 
 
 def _row_cost_tokens(cost: CostModel, num_tokens: int, num_rows: int) -> float:
@@ -127,50 +190,3 @@ def _row_cost_tokens(cost: CostModel, num_tokens: int, num_rows: int) -> float:
     if of_tokens <= 0 or num_rows == few_rows:
         return 0.0
     return max(of_rows / (num_rows - few_rows), 0.0) * (num_tokens - few_tokens) / of_tokens
-
-
-def _line(steps: Mapping[StepShape, int], limit: int, granule: int, num_prior_steps: float) -> _Line:
-    sizes = np.array(sorted({*range(granule, limit, granule), limit}))
-    counts = np.zeros(len(sizes))
-    np.add.at(counts, np.searchsorted(sizes, [shape.num_tokens for shape in steps]), np.array([*steps.values()], float))
-    prior = np.diff(np.log(np.concatenate([[granule / 2], sizes])))
-    return _Line(sizes, counts + prior * (num_prior_steps / prior.sum()))
-
-
-def _best_sizes(line: _Line, ms: np.ndarray, budget: int) -> _Choices:
-    """For each number of sizes up to `budget`, those that cover the line at the least cost.
-
-    Args:
-      ms: f64[m] the time of a step of each candidate size.
-    """
-    num_sizes = len(line.sizes)
-    sums = np.concatenate([[0.0], np.cumsum(line.counts)])
-    best = np.full((budget + 1, num_sizes + 1), np.inf)
-    best[0, 0] = 0.0
-    begins = np.zeros((budget + 1, num_sizes + 1), int)
-    for end in range(1, num_sizes + 1):
-        costs = (sums[end] - sums[:end]) * ms[end - 1]
-        totals = best[:-1, :end] + costs
-        begins[1:, end] = totals.argmin(axis=1)
-        best[1:, end] = totals.min(axis=1)
-    result: _Choices = []
-    for k in range(budget + 1):
-        sizes, end, left = [], num_sizes, k
-        while end and np.isfinite(best[k, num_sizes]):
-            sizes.append(int(line.sizes[end - 1]))
-            end, left = int(begins[left, end]), left - 1
-        result.append((float(best[k, num_sizes]), sizes[::-1]) if sizes else None)
-    return result
-
-
-def _best_split(lines: Sequence[_Choices], budget: int) -> tuple[float, list[list[int]]]:
-    """The division of the budget over the lines that costs the least in all; inf if it cannot cover them."""
-    best: dict[int, tuple[float, list[list[int]]]] = {0: (0.0, [])}
-    for line in lines:
-        longer: dict[int, tuple[float, list[list[int]]]] = {}
-        for used, (total, chosen) in best.items():
-            for k, choice in enumerate(line[: budget - used + 1]):
-                if choice is not None and total + choice[0] < longer.get(used + k, (np.inf, []))[0]:
-                    longer[used + k] = (total + choice[0], [*chosen, choice[1]])
-        best = longer
-    return min(best.values(), default=(np.inf, [[] for _ in lines]), key=lambda split: split[0])

@@ -1,11 +1,12 @@
-"""Check and time the Pallas kernels on one H200.
+"""Check and time the Pallas attention kernels on one H200.
 
     PYTHONPATH=. python scripts/bench_kernels.py --commit $(git rev-parse HEAD)
 
-First random ragged batches against float64, then times: wall clock over many queued calls of a program that
-runs the kernel `CHAIN` times, each call reading the one before, over layers that do not fit the L2 cache together
-where the shape is large. A row that fails is recorded as such and the rest goes on; sections run in processes of their
-own, so that a kernel that hangs or breaks the CUDA context takes no other section with it.
+Sections time, wall clock over many queued calls (kernel_rows.py), and check each row against float64 as well; "check"
+sections run random ragged batches. Each section is a process (checks are several), so that a kernel that hangs or
+breaks the CUDA context takes nothing else with it. All start and compile at once; they measure in turn, the most
+wanted first, when they are told to. A row that fails is recorded as such. Sections that do not run keep their rows in
+the output file. With JAX_PLATFORMS=cpu it is a rehearsal in the interpreter at tiny shapes.
 """
 
 import argparse
@@ -17,284 +18,79 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.9")
-
 import jax
-import jax.numpy as jnp
 import kernel_shapes as shapes
-import numpy as np
 from kernel_checks import Check, CheckShape
+from kernel_rows import Measurement, Row, decode_row, mixed_row, prefill_row, work_row, write_row
 
-from pallas_kernels import ops
+from jaxvllm.compile_cache import compiler_options
 from pallas_kernels.arg_specs import HEAD_SHAPES, HeadShape
-from pallas_kernels.decode import paged_decode
-from pallas_kernels.mosaic import attend
-from pallas_kernels.prefill import paged_prefill
-from pallas_kernels.reference_rope_write import HeadNorm
-from pallas_kernels.tuning import H200, AttentionConfig
-from pallas_kernels.validation import Backend
-from pallas_kernels.work_lists import cut_attention_work, make_decode_work, make_prefill_work
-
-CHAIN = 16
-NUM_LAYERS = 4
-# Measured on this card: TB/s of a reduction over 4 GB, TFLOP/s of an 8192^3 product in bfloat16.
-READ_CEILING, MATMUL_CEILING = 4.51, 806.0
-COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-Row = dict[str, Any]
-Measure = Callable[[Any], Row]  # of the compiled program
+from pallas_kernels.tuning import H200
 
 
-def seconds_a_call(function: Callable[..., Any], args: tuple, *, carry: bool = False) -> float:
-    """Median over five runs of the wall clock of one call, many calls queued.
+@dataclass(frozen=True)
+class Section:
+    """A part of the run.
 
-    `carry`: the results take the place of the first arguments, which are donated.
+    Attributes:
+      expected_s: what it takes on an H200 once it has compiled, which takes all of them together 30 to 60 s.
+      limit_s: after which it is given up.
+      processes: that share it; more than one for checks only.
     """
 
-    def queue(count: int, args: tuple) -> tuple[float, tuple]:
-        start = time.perf_counter()
-        out: Any = None
-        for _ in range(count):
-            out = function(*args)
-            args = (*out, *args[len(out) :]) if carry else args
-        jax.block_until_ready(out)
-        return time.perf_counter() - start, args
-
-    _, args = queue(2, args)
-    once, args = queue(3, args)
-    count = max(3, int(0.1 / (once / 3)))
-    times = []
-    for _ in range(5):
-        elapsed, args = queue(count, args)
-        times.append(elapsed / count)
-    return statistics.median(times)
+    expected_s: int
+    limit_s: int
+    processes: int = 1
 
 
-def make_cache(num_blocks: int, shape: shapes.KernelShape) -> jax.Array:
-    sizes = (NUM_LAYERS, num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.cache_head_dim)
-    return jax.jit(lambda: jax.random.normal(jax.random.key(0), sizes, jnp.bfloat16).astype(shape.kv_dtype))()
+SECTIONS = {
+    "decode": Section(15, 60),
+    "prefill": Section(7, 40),
+    "mixed": Section(6, 40),
+    "rope": Section(6, 40),
+    "breadth": Section(30, 80),
+    "groups": Section(30, 80),
+    "check": Section(20, 90, processes=3),
+    "check breadth": Section(20, 90, processes=3),
+}
 
 
-def make_tables(lens: tuple[int, ...], block_size: int) -> tuple[np.ndarray, int]:
-    """Random block ids for each request, and the number of blocks."""
-    counts = [-(-n // block_size) for n in lens]
-    ids = np.random.default_rng(0).permutation(np.arange(1, sum(counts) + 1)).astype(np.int32)
-    tables = np.zeros((len(lens), max(counts)), np.int32)
-    for row, (count, end) in enumerate(zip(counts, np.cumsum(counts), strict=True)):
-        tables[row, :count] = ids[end - count : end]
-    return tables, sum(counts) + 1
-
-
-def layer_of(i: int) -> jax.Array:
-    return jnp.int32(i % NUM_LAYERS)
-
-
-def specs_of(args: tuple) -> tuple:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.asarray(x).dtype), args)
-
-
-def decode_row(shape: shapes.DecodeShape) -> tuple[Any, Measure]:
-    """The lowered program of one decode measurement, and what measures it once compiled."""
-    config = shape.config.decode
-    tables, num_blocks = make_tables(shape.lens, shape.block_size)
-    lens = jnp.asarray(shape.lens, jnp.int32)
-    count = jnp.int32(len(shape.lens))
-    cut = partial(make_decode_work, num_kv_heads=shape.num_kv_heads, sliding_window=shape.sliding_window, config=config)
-    work = jax.jit(cut)(lens, count)
-    one = jax.jit(partial(paged_decode, **shape.options(), config=config))
-
-    def chain(q, kv_cache, tables, lens, count, work):
-        for i in range(CHAIN):
-            q = one(q, kv_cache, layer_of(i), tables, lens, count, work)
-        return q
-
-    q = jax.ShapeDtypeStruct((len(lens), shape.num_heads, shape.cache_head_dim), shape.dtype)
-    cache = partial(make_cache, num_blocks, shape)
-    rest = (jnp.asarray(tables), lens, count, work)
-    lowered = jax.jit(chain).lower(q, jax.eval_shape(cache), *specs_of(rest))
-
-    def measure(compiled: Any) -> Row:
-        seconds = seconds_a_call(compiled, (jnp.ones(q.shape, q.dtype), cache(), *rest)) / CHAIN
-        rate = shape.num_bytes / seconds / 1e12
-        return timing_row("decode", shape.name, "default", seconds, rate=rate, unit="TB/s", ceiling=READ_CEILING)
-
-    return lowered, measure
-
-
-def prefill_arrays(shape: shapes.PrefillShape) -> tuple[np.ndarray, int, tuple]:
-    lens = (shape.new + shape.cached,) * shape.num_requests
-    tables, num_blocks = make_tables(lens, shape.block_size)
-    starts = np.arange(shape.num_requests + 1) * shape.new
-    rows = (jnp.asarray(lens, jnp.int32), jnp.asarray(starts, jnp.int32), jnp.int32(0), jnp.int32(shape.num_requests))
-    return tables, num_blocks, rows
-
-
-def prefill_row(shape: shapes.PrefillShape) -> tuple[Any, Measure]:
-    """As decode_row. The calls alternate between two arrays as q and as the array that is written."""
-    config = shape.config.prefill
-    tables, num_blocks, rows = prefill_arrays(shape)
-    num_tokens = shape.num_requests * shape.new
-    group = shape.num_heads // shape.num_kv_heads
-    work = jax.jit(partial(make_prefill_work, num_tokens=num_tokens, group_size=group, config=config))(*rows)
-    one = jax.jit(partial(paged_prefill, **shape.options(), config=config))
-
-    def chain(q, out, kv_cache, tables, work):
-        for i in range(CHAIN):
-            q, out = one(q, kv_cache, layer_of(i), tables, out, work), q
-        return q, out
-
-    q = jax.ShapeDtypeStruct((num_tokens, shape.num_heads, shape.cache_head_dim), shape.dtype)
-    cache = partial(make_cache, num_blocks, shape)
-    rest = (jnp.asarray(tables), work)
-    lowered = jax.jit(chain, donate_argnums=(0, 1)).lower(q, q, jax.eval_shape(cache), *specs_of(rest))
-
-    def measure(compiled: Any) -> Row:
-        arrays = [jax.random.normal(jax.random.key(i), q.shape, q.dtype) for i in range(2)]
-        seconds = seconds_a_call(compiled, (*arrays, cache(), *rest), carry=True) / CHAIN
-        rate = shape.flops / seconds / 1e12
-        return timing_row("prefill", shape.name, "default", seconds, rate=rate, unit="TFLOP/s", ceiling=MATMUL_CEILING)
-
-    return lowered, measure
-
-
-def mixed_row(name: str, num_decodes: int, new: int, config: AttentionConfig) -> tuple[Any, Measure]:
-    """A whole mixed step's attention: `num_decodes` requests of 800 keys, and a first chunk of `new` tokens."""
-    lens = (800,) * num_decodes + ((new,) if new else ())
-    tables, num_blocks = make_tables(lens, 16)
-    num_tokens = num_decodes + new
-    starts = np.concatenate([np.arange(num_decodes + 1), [num_tokens] if new else []]).astype(np.int32)
-    rows = (jnp.asarray(lens, jnp.int32), jnp.asarray(starts), jnp.int32(num_decodes), jnp.int32(len(lens)))
-    sizes = {"kind": "mixed" if new else "decode", "num_tokens": num_tokens, "num_heads": 32, "num_kv_heads": 8}
-    work = jax.jit(partial(cut_attention_work, **sizes, config=config))(*rows)
-    one = jax.jit(partial(attend, scale=128**-0.5, config=config))
-
-    def chain(q, kv_cache, tables, lens, starts, work):
-        for i in range(CHAIN):
-            q = one(q, kv_cache, layer_of(i), tables, lens, starts, work)
-        return q
-
-    q = jax.ShapeDtypeStruct((num_tokens, 32, 128), jnp.bfloat16)
-    cache = partial(make_cache, num_blocks, shapes.KernelShape("", 32, 8))
-    rest = (jnp.asarray(tables), *rows[:2], work)
-    lowered = jax.jit(chain).lower(q, jax.eval_shape(cache), *specs_of(rest))
-
-    def measure(compiled: Any) -> Row:
-        args = (jnp.ones(q.shape, q.dtype), cache(), *rest)
-        return timing_row("mixed", name, "default", seconds_a_call(compiled, args) / CHAIN)
-
-    return lowered, measure
-
-
-def work_row(num_tokens: int, num_rows: int, kind: str) -> tuple[Any, Measure]:
-    """The work lists of a step, which come once a step and not once a layer."""
-    sizes = {"kind": kind, "num_tokens": num_tokens, "num_heads": 32, "num_kv_heads": 8, "config": H200}
-    lens = jnp.full((num_rows,), max(num_tokens // num_rows, 1), jnp.int32)
-    starts = jnp.arange(num_rows + 1, dtype=jnp.int32) * (num_tokens // num_rows)
-
-    def chain(lens, starts, num_decodes, num_reqs):
-        for _ in range(CHAIN):
-            work = cut_attention_work(lens, starts, num_decodes, num_reqs, **sizes)
-            lens = lens + work.decode[0].arrivals[0]
-            lens = lens if work.prefill is None else lens + jnp.minimum(work.prefill.tiles[1, 0], 0)
-        return lens
-
-    args = (lens, starts, jnp.int32(0), jnp.int32(num_rows))
-    lowered = jax.jit(chain).lower(*args)
-    name = f"{kind} T={num_tokens} R={num_rows}"
-    return lowered, lambda compiled: timing_row("work lists", name, "default", seconds_a_call(compiled, args) / CHAIN)
-
-
-def write_row(num_tokens: int, backend: Backend) -> tuple[Any, Measure]:
-    """Norm, rope and KV write of 16 / 8 heads of 128: scattered slots up to 256 tokens, whole blocks above."""
-    num_blocks, block_size, heads, group, head_dim = 4096, 16, 8, 2, 128
-    rng = np.random.default_rng(0)
-    blocks = rng.permutation(np.arange(1, num_blocks))
-    token = np.arange(num_tokens)
-    is_decode = num_tokens <= 256
-    slot = blocks[token] * block_size + 5 if is_decode else blocks[token // 16] * block_size + token % 16
-    one = jax.jit(partial(ops.rope_and_write_kv, backend=backend))
-
-    def chain(kv_cache, queries, qkv, table, weight, slots):
-        queries = []  # all are results, and a barrier lies between, so that XLA does each as often as a model would
-        for i in range(CHAIN):
-            norm = HeadNorm(weight, weight, eps=1e-6)
-            q, kv_cache = one(qkv, kv_cache, slots, layer_of(i), rope=(table, table), norm=norm)
-            qkv, kv_cache, q = jax.lax.optimization_barrier((qkv, kv_cache, q))
-            queries.append(q)
-        return kv_cache, queries
-
-    qkv = jnp.ones((num_tokens, heads, group + 2, head_dim), jnp.bfloat16)
-    table, weight = jnp.full((num_tokens, head_dim // 2), 0.7), jnp.ones((head_dim,), jnp.bfloat16)
-    rest = (qkv, table, weight, jnp.asarray(slot, jnp.int32))
-    cache = partial(make_cache, num_blocks, shapes.KernelShape("", heads * group, heads, head_dim, block_size))
-    queries = [jax.ShapeDtypeStruct((num_tokens, heads * group, head_dim), jnp.bfloat16)] * CHAIN
-    lowered = jax.jit(chain, donate_argnums=(0, 1), keep_unused=True).lower(
-        jax.eval_shape(cache), queries, *specs_of(rest)
-    )
-
-    def measure(compiled: Any) -> Row:
-        buffers = [jnp.zeros(q.shape, q.dtype) for q in queries]
-        seconds = seconds_a_call(compiled, (cache(), buffers, *rest), carry=True) / CHAIN
-        rate = 2 * qkv.nbytes / seconds / 1e12
-        return timing_row(
-            "rope and kv write", f"T={num_tokens}", backend, seconds, rate=rate, unit="TB/s read + written"
-        )
-
-    return lowered, measure
-
-
-def timing_row(kernel: str, shape: str, config: str, seconds: float, ceiling: float | None = None, **rates: Any) -> Row:
-    row: Row = {"kernel": kernel, "shape": shape, "config": config, "us": round(seconds * 1e6, 2), **rates}
-    if ceiling is not None:
-        row["of_ceiling"] = round(row["rate"] / ceiling, 3)
-    anchor = shapes.flash_attention_3_us(shape)
-    if anchor is not None:
-        row |= {"fa3_us": anchor, "fa3_ratio": round(anchor / row["us"], 3)}
-    return row
-
-
-Plan = list[tuple[str, Callable[[], tuple[Any, Measure]]]]
-
-
-def plan_rows(section: str) -> Plan:
+def plan_rows(section: str) -> Iterable[partial[Measurement]]:
     """What a section times, the most wanted first."""
-    rows: Plan = []
-    backends: tuple[Backend, ...] = ("mosaic_gpu", "reference")
     if section == "decode":
-        rows += [(shape.name, partial(decode_row, shape)) for shape in shapes.DECODE_SHAPES]
-        for num_tokens in shapes.WRITE_TOKENS:
-            for backend in backends:
-                rows.append((f"write T={num_tokens} {backend}", partial(write_row, num_tokens, backend)))
+        return [partial(decode_row, shape) for shape in shapes.DECODE_SHAPES]
+    if section == "rope":
+        return [partial(write_row, num_tokens) for num_tokens in shapes.WRITE_TOKENS]
     if section == "prefill":
-        rows += [(shape.name, partial(prefill_row, shape)) for shape in shapes.PREFILL_SHAPES]
-        for name, num_decodes, new in (("200x800 + 2048", 200, 2048), ("200x800", 200, 0), ("2048", 0, 2048)):
-            rows.append((name, partial(mixed_row, name, num_decodes, new, H200)))
-        for sizes in ((1, 1, "decode"), (256, 256, "decode"), (2048, 256, "mixed"), (16384, 1024, "mixed")):
-            rows.append((f"work {sizes}", partial(work_row, *sizes)))
-    if section == "breadth":
-        for decode, prefill in zip(shapes.BREADTH_DECODE_SHAPES, shapes.BREADTH_PREFILL_SHAPES, strict=True):
-            rows.append((decode.name, partial(decode_row, decode)))
-            rows.append((prefill.name, partial(prefill_row, prefill)))
-    return rows
+        return [partial(prefill_row, shape) for shape in shapes.PREFILL_SHAPES]
+    if section == "mixed":
+        return [partial(mixed_row, shapes.MIXED_STEP), *(partial(work_row, *sizes) for sizes in shapes.WORK_SIZES)]
+    pairs = {"breadth": shapes.OPTION_SHAPES, "groups": shapes.GROUP_SHAPES}.get(section, ())
+    decodes = [partial(decode_row, decode) for decode, _ in pairs]
+    return [*decodes, *(partial(prefill_row, prefill) for _, prefill in pairs)]
 
 
 def plan_checks(section: str) -> list[tuple[CheckShape, int]]:
     """Shapes to check and the number of batches: 100 of the usual ones, and 110 over all that models may want."""
+    if not shapes.ON_CARD:
+        tiny = CheckShape(HeadShape("tiny", 2, 1, 64), "mixed", 24, 3, max_len=60, num_slots=400)
+        return [(tiny, 2)] if section == "check" else []
     heads = {shape.name: shape for shape in HEAD_SHAPES}
     qwen3, llama, smollm2, qwen2 = (heads[n] for n in ("qwen3-0.6b", "llama-3.1-8b", "smollm2-135m", "qwen2-7b"))
     if section == "check":
         mixed = [(qwen3, 16), (llama, 16), (smollm2, 16), (qwen2, 16)]
         mixed += [(HeadShape("1 of 128", 4, 4, 128), 32), (HeadShape("8 of 64", 16, 2, 64), 64)]
         rows = [(CheckShape(h, "mixed", 1024, 32, block_size), 12) for h, block_size in mixed]
-        rows.append((CheckShape(qwen3, "decode", 64, 64, max_len=20000, num_blocks=8000), 12))
-        rows.append((CheckShape(qwen2, "decode", 64, 64, 128, max_len=20000, num_blocks=1000), 10))
-        rows.append((CheckShape(smollm2, "mixed", 16, 8, max_len=20000, num_blocks=4000), 6))
+        rows.append((CheckShape(qwen3, "decode", 64, 64), 12))
+        rows.append((CheckShape(qwen2, "decode", 64, 64, 128), 10))
+        rows.append((CheckShape(smollm2, "mixed", 16, 8), 6))
         return rows
     if section != "check breadth":
         return []
@@ -312,22 +108,19 @@ def plan_checks(section: str) -> list[tuple[CheckShape, int]]:
         (HeadShape("group 12", 24, 2, 128), {"has_sinks": True}),
         (HeadShape("group 16", 32, 2, 128), {"cache_dtype": shapes.FP8, "block_size": 128}),
     ]
-    checks: list[tuple[CheckShape, int]] = []
-    for h, options in shapes_of_options:
-        checks.append((CheckShape(h, "mixed", 512, 16, num_blocks=1500, **options), 10))
-    return checks
+    return [(CheckShape(h, "mixed", 512, 16, **options), 10) for h, options in shapes_of_options]
 
 
 class Results:
-    """The rows so far, written out after each; a section goes on where the one before ended."""
+    """The rows of one process so far, written out after each."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.data: dict[str, Any] = json.loads(path.read_text())
+        self.rows: dict[str, list[Row]] = {"checks": [], "rows": []}
 
     def add(self, kind: str, row: Row) -> None:
-        self.data[kind].append(row)
-        self.path.write_text(json.dumps(self.data, indent=1))
+        self.rows[kind].append(row)
+        self.path.write_text(json.dumps(self.rows))
         print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
 
@@ -335,42 +128,147 @@ def failure(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:400]}"
 
 
-def run_checks(section: str, results: Results) -> None:
-    with ThreadPoolExecutor(12) as pool:
-        plan = plan_checks(section)
-        jobs = [pool.submit(Check.compile, shape, seed) for seed, (shape, _) in enumerate(plan)]
-        for seed, (shape, num_batches) in enumerate(plan):
-            start = time.monotonic()
+def run_checks(plan: list[tuple[int, tuple[CheckShape, int]]], jobs: list[Future], results: Results) -> None:
+    """`plan`: seed, and the shape with its number of batches."""
+    for job, (seed, (shape, num_batches)) in zip(jobs, plan, strict=True):
+        start = time.monotonic()
+        try:
+            row = job.result().run(num_batches, seed)
+        except Exception as error:  # one broken shape must not hide the others
+            traceback.print_exc()
+            row = {"check": shape.name, "batches": num_batches, "failed": failure(error)}
+        results.add("checks", {"seconds": round(time.monotonic() - start, 1), **row})
+
+
+def start_timings(section: str, results: Results, only: str) -> list[tuple[Measurement, dict[str, Future]]]:
+    """Lower one after the other, compile in threads; returns when all is compiled."""
+    options = compiler_options("gpu") if shapes.ON_CARD else None
+    jobs: list[tuple[Measurement, dict[str, Future]]] = []
+    with ThreadPoolExecutor(8) as pool:
+        for make in plan_rows(section):
+            measurement = make()
+            if only not in measurement.name:
+                continue
             try:
-                row = jobs[seed].result().run(num_batches, seed)
-            except Exception as error:  # one broken shape must not hide the others
+                lowered = {name: program.lower() for name, program in measurement.programs.items()}
+                compiling = {name: pool.submit(program.compile, options) for name, program in lowered.items()}
+                jobs.append((measurement, compiling))
+            except Exception as error:
                 traceback.print_exc()
-                row = {"check": shape.name, "failed": failure(error)}
-            results.add("checks", {"seconds": round(time.monotonic() - start, 1), **row})
+                results.add("rows", {"shape": measurement.name, "failed": failure(error)})
+    return jobs
 
 
-def run_timings(section: str, results: Results, only: str, limit_s: float) -> None:
-    """Lower one after the other for half of the time, compile in threads, measure when nothing else runs."""
+def run_timings(jobs: list[tuple[Measurement, dict[str, Future]]], results: Results) -> None:
+    for measurement, compiling in jobs:
+        try:
+            results.add("rows", measurement.measure({name: job.result() for name, job in compiling.items()}))
+        except Exception as error:
+            traceback.print_exc()
+            results.add("rows", {"shape": measurement.name, "failed": failure(error)})
+
+
+def run_child(args: argparse.Namespace) -> None:
+    """One process of a section: says "ready" when all is compiled, and goes on when its input says so."""
+    results = Results(args.out)
     start = time.monotonic()
-    with ThreadPoolExecutor(12) as pool:
-        jobs = []
-        for name, make in plan_rows(section):
-            if only not in name:
-                continue
-            if time.monotonic() - start > limit_s / 2:
-                results.add("rows", {"shape": name, "failed": "no time left"})
-                continue
-            try:
-                lowered, measure = make()
-                jobs.append((name, pool.submit(lowered.compile, COMPILER_OPTIONS), measure))
-            except Exception as error:
-                results.add("rows", {"shape": name, "failed": failure(error)})
-        wait([job for _, job, _ in jobs])
-        for name, job, measure in jobs:
-            try:
-                results.add("rows", measure(job.result()))
-            except Exception as error:
-                results.add("rows", {"shape": name, "failed": failure(error)})
+    jax.devices()
+    seconds_to_device = time.monotonic() - start
+    part, parts = args.part
+    plan = list(enumerate(plan_checks(args.section)))[part::parts]
+    timings = start_timings(args.section, results, args.only) if part == 0 else []
+    with ThreadPoolExecutor(4) as pool:
+        checks = [pool.submit(Check.compile, shape, seed) for seed, (shape, _) in plan]
+        wait(checks)
+    ready = time.monotonic() - start
+    print(f"{args.section}: device after {seconds_to_device:.1f} s, ready after {ready:.1f} s", flush=True)
+    args.out.with_suffix(".ready").touch()
+    sys.stdin.readline()
+    run_timings(timings, results)
+    run_checks(plan, checks, results)
+
+
+@dataclass
+class Child:
+    """A process of a section and the file of its rows."""
+
+    process: subprocess.Popen
+    out: Path
+
+    @classmethod
+    def start(cls, section: str, part: int, rank: int, memory: float, args: argparse.Namespace) -> "Child":
+        """Start compiling; those of lower rank come first. `memory`: its share of the card's."""
+        name = section.replace(" ", "_")
+        out = args.out.with_name(f"{args.out.stem}.{name}.{part}.part")
+        for old in (out, out.with_suffix(".ready")):
+            old.unlink(missing_ok=True)
+        nice = ["nice", "-n", str(rank)] if shutil.which("nice") else []
+        command = [*nice, sys.executable, __file__, "--section", section, "--out", str(out), "--only", args.only]
+        command += ["--part", str(part), str(SECTIONS[section].processes)]
+        environment = os.environ | {"XLA_CLIENT_MEM_FRACTION": f"{memory:.3f}"}
+        return cls(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE), out)
+
+    def wait_until_ready(self, deadline: float) -> None:
+        """Return when it is ready, or has ended, or the time is over."""
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if self.out.with_suffix(".ready").exists():
+                return
+            time.sleep(0.1)
+
+    def go(self) -> None:
+        """Let it measure."""
+        if self.process.poll() is None and self.process.stdin is not None:
+            self.process.stdin.write(b"go\n")
+            self.process.stdin.close()
+
+    def finish(self, deadline: float) -> str:
+        """Wait, kill it at the deadline; how it ended."""
+        try:
+            code = self.process.wait(max(deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            return "timed out"
+        return "done" if code == 0 else f"exit {code}"
+
+    def rows(self) -> dict[str, list[Row]]:
+        """What it found so far; removes its files."""
+        found = json.loads(self.out.read_text()) if self.out.exists() else {}
+        for file in (self.out, self.out.with_suffix(".ready")):
+            file.unlink(missing_ok=True)
+        return found
+
+
+def summarise(data: dict[str, Any]) -> dict[str, Any]:
+    """What the rows come to."""
+    rows, checks = data["rows"], data["checks"]
+    summary: dict[str, Any] = {}
+    if checks:
+        passed, total = (sum(row.get(key, 0) for row in checks) for key in ("passed", "batches"))
+        summary["batches"] = f"{passed} of {total} right"
+    wrong = [row["shape"] for row in rows if "failed" in row or not row.get("is_right", True)]
+    summary["rows"] = f"{len(rows) - len(wrong)} of {len(rows)} right"
+    if wrong:
+        summary["wrong"] = wrong
+    for kernel in ("decode", "prefill"):
+        ratios = [row["fa3_ratio"] for row in rows if row.get("kernel") == kernel and "fa3_ratio" in row]
+        if ratios:
+            mean, least = statistics.geometric_mean(ratios), min(ratios)
+            summary[f"{kernel} / FlashAttention-3"] = {"geometric_mean": round(mean, 3), "least": least}
+    us = {
+        (row.get("kernel"), row["shape"]): row["us"] for row in rows if row.get("section") == "breadth" and "us" in row
+    }
+    eight = {shape: us["decode", shape.partition(",")[0]] / t for (kernel, shape), t in us.items()
+             if kernel == "decode" and shape.endswith(f", {shapes.FP8} cache")}  # fmt: skip
+    if eight:
+        summary["8-bit cache, speed of decode against 16 bits"] = {name: round(x, 2) for name, x in eight.items()}
+    for row in rows:
+        if "of_parts" in row:
+            summary[f"mixed {row['shape']}, time / parts"] = row["of_parts"]
+    of_xla = {row["shape"]: row["of_xla"] for row in rows if "of_xla" in row}
+    if of_xla:
+        summary["rope and kv write, time / XLA's"] = of_xla
+    return summary
 
 
 def gpu_and_driver() -> str:
@@ -380,63 +278,61 @@ def gpu_and_driver() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
-# Seconds after which a section is given up.
-SECTIONS = {"check": 150, "decode": 120, "prefill": 120, "check breadth": 150, "breadth": 150}
-
-
-def run_all(args: argparse.Namespace) -> None:
-    """Each section in a process; this one never touches the device."""
-    data = {
-        "commit": args.commit,
-        "jax": jax.__version__,
-        "gpu": gpu_and_driver(),
-        "config": asdict(H200),
-        "checks": [],
-        "rows": [],
-        "sections": {},
-    }
+def run_all(args: argparse.Namespace) -> int:
+    """Each section in processes of its own; this one never touches the device."""
+    data: dict[str, Any] = {"sections": {}, "checks": [], "rows": []}
+    if args.out.exists():
+        old = json.loads(args.out.read_text())
+        # Rows of a file from before sections were kept apart are nobody's.
+        data = old if "summary" in old else data
+    data |= {"jax": jax.__version__, "gpu": gpu_and_driver(), "config": asdict(H200)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(data, indent=1))
-    begin = time.monotonic()
-    for section, limit in SECTIONS.items():
-        if args.sections and section not in args.sections.split(","):
-            continue
-        limit = min(limit, args.budget_s - (time.monotonic() - begin))
-        command = [sys.executable, __file__, "--section", section, "--out", str(args.out), "--only", args.only]
-        command += ["--budget-s", str(limit)]
+    names = args.sections.split(",") if args.sections else list(SECTIONS)
+    end = time.monotonic() + args.budget_s
+    memory = 0.9 / sum(SECTIONS[name].processes for name in names)
+    children = {
+        name: [Child.start(name, part, rank, memory, args) for part in range(SECTIONS[name].processes)]
+        for rank, name in enumerate(names)
+    }
+    for name in names:
+        for child in children[name]:
+            child.wait_until_ready(end)
         start = time.monotonic()
-        try:
-            end = (
-                f"exit {subprocess.run(command, timeout=limit, check=False).returncode}"
-                if limit > 10
-                else "no time left"
-            )
-        except subprocess.TimeoutExpired:
-            end = "timed out"
-        data = json.loads(args.out.read_text())
-        data["sections"][section] = f"{end}, {time.monotonic() - start:.0f} s"
-        args.out.write_text(json.dumps(data, indent=1))
-    passed = sum(row.get("passed", 0) for row in data["checks"])
-    total = sum(row.get("batches", 1) for row in data["checks"])
-    print(f"{passed} of {total} batches right; {data['sections']}; {args.out}")
+        for child in children[name]:
+            child.go()
+        limit = SECTIONS[name].limit_s if shapes.ON_CARD else 900
+        ends = {child.finish(min(start + limit, end)) for child in children[name]}
+        found = [child.rows() for child in children[name]]
+        seconds = round(time.monotonic() - start, 1)
+        print(f"== {name}: {', '.join(sorted(ends))}, {seconds} s", flush=True)
+        data["sections"][name] = {"commit": args.commit, "end": ", ".join(sorted(ends)), "seconds": seconds}
+        for kind in ("checks", "rows"):
+            new = [{"section": name, **row} for rows in found for row in rows.get(kind, [])]
+            data[kind] = [row for row in data[kind] if row["section"] != name] + new
+        data["summary"] = summarise(data)
+        args.out.write_text(json.dumps(data, indent=1) + "\n")
+    for key, value in data["summary"].items():
+        print(f"{key}: {value}")
+    right = "wrong" not in data["summary"] and all(row.get("passed") == row["batches"] for row in data["checks"])
+    return 0 if right else 1
 
 
-def main() -> None:
+def main() -> int:
+    names = ", ".join(f"{name} ({section.expected_s} s)" for name, section in SECTIONS.items())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="unknown", help="what the results are of")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "h200" / "kernels.json")
-    parser.add_argument("--sections", default="", help=f"comma separated, of {', '.join(SECTIONS)}; all by default")
+    parser.add_argument("--sections", default="", help=f"comma separated, of {names}; all by default")
     parser.add_argument("--only", default="", help="time only rows whose name contains this")
-    parser.add_argument("--budget-s", type=float, default=355, help="no section runs past this many seconds")
+    parser.add_argument("--budget-s", type=float, default=570, help="nothing runs for longer than this")
     parser.add_argument("--section", help=argparse.SUPPRESS)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not args.section:
-        run_all(args)
-        return
-    results = Results(args.out)
-    run_checks(args.section, results)
-    run_timings(args.section, results, args.only, args.budget_s)
+    if args.section:
+        run_child(args)
+        return 0
+    return run_all(args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,25 +13,29 @@ import argparse
 import json
 import random
 import time
+from array import array
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import workloads
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jaxvllm import Engine, SamplingParams, StructuredOutputsParams
-from jaxvllm.config import EngineConfig, MemoryConfig, ModelLoadConfig
-from jaxvllm.core import EngineCore
+from jaxvllm import Engine, RequestOutput, SamplingParams, StructuredOutputsParams
+from jaxvllm.config import EngineArgs, EngineConfig, MemoryConfig, ModelLoadConfig
+from jaxvllm.core import EngineCore, make_executor
 from jaxvllm.core_messages import EngineCoreRequest
 from jaxvllm.metrics import Counter, Gauge
 from scheduler.batch import BatchLimits
 from scheduler.buckets import powers_of_two
 from scheduler.config import SchedulerConfig
-from scheduler.outputs import ModelRunnerOutput, SchedulerOutput
+from scheduler.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from scheduler.plan import Planner
 
 NUM_REQUESTS = 256
 NUM_STRUCTURED = (0, 1, 16, 256)
+MASKS_DISPATCH = 0.3  # of a write of masks, in times of a step's
 VOCAB_SIZE = 151936
 EOS = 151645
 SCHEMA = {
@@ -88,21 +92,22 @@ def sampling(index: int, num_structured: int, max_tokens: int, temperature: floa
 class PretendedDevice:
     """An Executor whose steps take step_s each, one after the other; plans are built, as the real one does."""
 
-    def __init__(self, config: EngineConfig, step_s: float) -> None:
+    def __init__(self, config: EngineConfig, step_s: float, dispatch_s: float) -> None:
         limits = config.scheduler.max_num_seqs, config.scheduler.max_model_len, config.memory.block_size
         policy = powers_of_two(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
         self._planner = Planner(BatchLimits(*limits, VOCAB_SIZE), policy, seed=0)
-        self._step_s, self._is_free_at = step_s, 0.0
+        self._step_s, self._dispatch_s, self._is_free_at = step_s, dispatch_s, 0.0
         self._rng = np.random.default_rng(0)
         self._num_computed: dict[str, int] = {}
 
-    def initialize(self) -> int:
+    def initialize(self, meanwhile: Callable[[], None]) -> int:
         return NUM_REQUESTS * 64
 
     def execute(self, scheduler_output: SchedulerOutput) -> "PretendedStep | None":
         plan = self._planner.build(scheduler_output)
         if plan is None:
             return None
+        time.sleep(self._dispatch_s * (1 + MASKS_DISPATCH * len(plan.mask_writes)))
         self._is_free_at = max(self._is_free_at, time.perf_counter()) + self._step_s
         needs = dict(zip(plan.request_ids, plan.needs_sample, strict=True))
         masks = scheduler_output.grammar_masks
@@ -135,83 +140,192 @@ class PretendedStep:
         return ModelRunnerOutput(self._tokens)
 
 
-def run_host(folder: Path, num_structured: int, num_tokens: int, step_s: float) -> dict[str, float]:
-    """Milliseconds a step of the unstructured requests, and of the loop's own CPU time."""
+class Phases:
+    """Where the loop's time goes: milliseconds of each phase a step, apart for steps with and without a grammar."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.reset()
+        self._time(core._grammar_manager(), "wait_for_masks")
+        self._time(core._grammar_manager(), "start_masks")
+        self._time(core._scheduler, "schedule")
+        self._time(core._scheduler, "update_from_output")
+        self._time(core._executor, "execute")
+        self._time(core._clock, "wait")
+        self._watch_programs(core._executor)
+
+    def reset(self) -> None:
+        """Forget what was noted."""
+        self._ms: dict[str, float] = {}
+        self._steps: dict[str, list[dict[str, float]]] = {"with a grammar": [], "without": []}
+        self._has_grammar = False
+
+    def step(self, core: EngineCore) -> EngineCoreOutputs | None:
+        """Run core.step and note its phases."""
+        self._ms, self._has_grammar = {}, False
+        start = time.perf_counter()
+        outputs = core.step()
+        self._ms["all"] = (time.perf_counter() - start) * 1e3
+        self._steps["with a grammar" if self._has_grammar else "without"].append(self._ms)
+        return outputs
+
+    def table(self) -> dict[str, dict[str, float]]:
+        """The means, and how many steps there were of either kind."""
+        rows = {}
+        for kind, steps in self._steps.items():
+            names = dict.fromkeys(name for step in steps for name in step)
+            means = {name: sum(step.get(name, 0.0) for step in steps) / len(steps) for name in names}
+            rows[kind] = {"steps": len(steps)} | {name: round(ms, 3) for name, ms in means.items()}
+        return rows
+
+    def _time(self, owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args)
+            self._ms[name] = self._ms.get(name, 0.0) + (time.perf_counter() - start) * 1e3
+            self._has_grammar |= name == "schedule" and bool(result.grammar_masks)
+            return result
+
+        setattr(owner, name, timed)
+
+    def _watch_programs(self, executor: Any) -> None:
+        """The calls of programs, by name, where a device runs them."""
+        if isinstance(executor, PretendedDevice):
+            return
+        get = executor.runner.programs.get
+
+        def watched(key: Any) -> Any:
+            program = get(key)
+
+            def call(*args: Any) -> Any:
+                start = time.perf_counter()
+                result = program(*args)
+                name = f"call {key if isinstance(key, str) else type(key).__name__}"
+                self._ms[name] = self._ms.get(name, 0.0) + (time.perf_counter() - start) * 1e3
+                return result
+
+            return call
+
+        executor.runner.programs.get = watched
+
+
+def pretended_core(folder: Path, args: argparse.Namespace) -> EngineCore:
+    """An engine core without a device."""
     config = EngineConfig(
         model=ModelLoadConfig(model=str(folder)),
         scheduler=SchedulerConfig(max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=16384, max_model_len=1024),
         memory=MemoryConfig(num_blocks=NUM_REQUESTS * 64),
     )
-    core = EngineCore(config, PretendedDevice(config, step_s))
+    return EngineCore(config, PretendedDevice(config, args.step_ms / 1e3, args.dispatch_ms / 1e3))
+
+
+def real_core(engine_args: EngineArgs) -> EngineCore:
+    """The engine core of the device, in this process."""
+    config = engine_args.create_engine_config(workloads.MODELS["qwen3-0.6b"]["max_position_embeddings"])
+    config.apply_core_environment()
+    return EngineCore(config, make_executor(config))
+
+
+def run_core(core: EngineCore, phases: Phases, num_structured: int, num_tokens: int) -> dict[str, Any]:
+    """Milliseconds a step of the loop, of its own CPU time, and by phase."""
     for index in range(NUM_REQUESTS):
-        params = sampling(index, num_structured, num_tokens)
-        core.add_request(EngineCoreRequest(str(index), [1 + index] * 40, params, eos_token_id=EOS))  # pyright: ignore[reportArgumentType]
+        params = sampling(index, num_structured, num_tokens, temperature=0.0)
+        core.add_request(EngineCoreRequest(str(index), array("i", [1 + index] * 40), params, eos_token_id=EOS))
     counts = dict.fromkeys(map(str, range(NUM_REQUESTS)), 0)
     while min(counts.values()) < 8:  # compiled, and everybody decodes
         outputs = core.step()
         for request_id in outputs.request_ids if outputs else ():
             counts[request_id] += 1
+    phases.reset()
     wall, cpu, num_steps, num_given = time.perf_counter(), time.thread_time(), 0, 0
     structured = [str(i) for i in range(NUM_REQUESTS) if sampling(i, num_structured, 1).structured_outputs]
     while num_steps < num_tokens // 2:
-        outputs = core.step()
+        outputs = phases.step(core)
         num_steps += outputs is not None
         num_given += sum(i in structured for i in outputs.request_ids) if outputs else 0
     wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-    core.shutdown()
+    core.abort_requests(list(counts))
+    while core.has_work():
+        core.step()
     return {
         "num_structured": num_structured,
         "step_ms": wall / num_steps * 1e3,
         "loop_cpu_ms": cpu / num_steps * 1e3,
         "structured_tokens_per_step": num_given / num_steps / max(num_structured, 1),
+        "phases_ms": phases.table(),
     }
 
 
 def run_engine(
     engine: Engine, num_structured: int, num_tokens: int, repeats: int, temperature: float
 ) -> dict[str, float]:
-    """Seconds until all have their tokens, for the fastest of some runs."""
+    """Milliseconds a token of the requests without a grammar (of all, where each has one), in the fastest of some runs.
+
+    A structured request takes part in every other step, so it gets half as many tokens, and all end together.
+    """
     prompts = [{"prompt_token_ids": [1 + index] * 100} for index in range(NUM_REQUESTS)]
     params = [sampling(index, num_structured, num_tokens, temperature) for index in range(NUM_REQUESTS)]
+    others = [i for i, given in enumerate(params) if given.structured_outputs is None]
+    for i in set(range(NUM_REQUESTS)) - set(others):
+        params[i].max_tokens = num_tokens // 2
     times = []
     for _ in range(repeats + 1):
-        start = time.perf_counter()
         outputs = engine.generate(prompts, params, use_tqdm=False)
-        times.append(time.perf_counter() - start)
+        times.append(float(np.mean([_ms_a_token(outputs[i]) for i in others or range(NUM_REQUESTS)])))
     for output, given in zip(outputs, params, strict=True):
         completion = output.outputs[0]
         assert completion.finish_reason == "length", completion  # SCHEMA wants more items than fit
         if given.structured_outputs is not None:
-            assert completion.text.lstrip()[:1] == "[" and '"name"' in completion.text, completion.text
-    return {"temperature": temperature, "num_structured": num_structured, "s": min(times[1:])}
+            assert completion.text and '[{"name":"'.startswith(completion.text[:10]), completion.text
+    return {"temperature": temperature, "num_structured": num_structured, "ms_per_token": min(times[1:])}
+
+
+def _ms_a_token(output: RequestOutput) -> float:
+    metrics = output.metrics
+    assert metrics is not None
+    return (metrics.last_token_ts - metrics.first_token_ts) * 1e3 / (len(output.outputs[0].token_ids) - 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", action="store_true", help="pretend a device")
+    parser.add_argument("--phases", action="store_true", help="the real device, in this process: phases of the loop")
     parser.add_argument("--step-ms", type=float, default=6.0, help="what a step of the pretended device takes")
-    parser.add_argument("--num-tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dispatch-ms", type=float, default=0.0, help="what dispatching such a step takes the host")
+    parser.add_argument("--num-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    start = time.perf_counter()
     folder = write_tokenizer(workloads.write_config("qwen3-0.6b"))
-    if args.host:
-        results = [run_host(folder, n, args.num_tokens, args.step_ms / 1e3) for n in NUM_STRUCTURED]
+    print(f"tokenizer made after {time.perf_counter() - start:.1f} s", flush=True)
+    results = []
+    engine_args = EngineArgs(
+        str(folder), load_format="dummy", dtype="bfloat16", max_model_len=16384, gpu_memory_utilization=0.85
+    )  # the limits of bench_throughput.py: a machine on which that has run has the programs
+    if args.host or args.phases:
+        core = pretended_core(folder, args) if args.host else real_core(engine_args)
+        phases = Phases(core)
+        for n in NUM_STRUCTURED:
+            results.append(run_core(core, phases, n, args.num_tokens))
+            print(f"{time.perf_counter() - start:.1f} s: {results[-1]}", flush=True)
+        core.shutdown()
     else:
-        engine = Engine(str(folder), load_format="dummy", dtype="bfloat16", max_model_len=4096, max_num_seqs=256)
-        results = [
-            run_engine(engine, n, args.num_tokens, args.repeats, temperature)
-            for temperature in (0.0, 1.0)
-            for n in NUM_STRUCTURED
-        ]
+        engine = Engine(**vars(engine_args))
+        print(f"engine ready after {time.perf_counter() - start:.1f} s", flush=True)
+        for temperature in (0.0, 1.0):
+            for n in NUM_STRUCTURED:
+                results.append(run_engine(engine, n, args.num_tokens, args.repeats, temperature))
+                print(f"{time.perf_counter() - start:.1f} s: {results[-1]}", flush=True)
         metrics = {m.name: m.value for m in engine.get_metrics() if isinstance(m, Counter | Gauge)}
         assert metrics["jaxvllm:late_compiles"] == 0, "something compiled while serving"
         engine.shutdown()
-    key = "step_ms" if args.host else "s"
+    key = "step_ms" if args.host or args.phases else "ms_per_token"
     for index, row in enumerate(results):
         without = results[index - NUM_STRUCTURED.index(int(row["num_structured"]))]
         row["slowdown"] = row[key] / without[key] - 1
-        print(json.dumps({name: round(value, 4) for name, value in row.items()}))
+        print(json.dumps({name: round(value, 4) for name, value in row.items() if isinstance(value, float | int)}))
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -8,11 +8,12 @@ tiny Llama. Requests arrive by step number, so every policy schedules the same s
 --trace they arrive at the trace's times.
 """
 
+import argparse
 import sys
 
 import workloads
 
-from jaxvllm.cli import main
+from jaxvllm.buckets.cli import add_parser
 
 
 def arguments(argv: list[str]) -> list[str]:
@@ -25,4 +26,7 @@ def arguments(argv: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(arguments(sys.argv[1:])))
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers(required=True))
+    args = parser.parse_args(arguments(sys.argv[1:]))
+    sys.exit(args.run(args))

@@ -96,13 +96,17 @@ def compile_products(only: str) -> None:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import FEW_ROWS, make_arrivals, matmul_stages, prefers_matmul_kernel
+    from pallas_kernels import FEW_ROWS, LayerSlice, make_arrivals, matmul_stages, prefers_matmul_kernel
     from pallas_kernels.arg_specs import LAYER_SHAPES, layer_stages
 
     device = _device()
 
-    def call(x, stages, residual):
+    def call(x, stages, residual, layer):
+        stages = jax.tree.map(lambda stack: LayerSlice(stack, layer), stages)
         return matmul_stages(x, stages, residual, make_arrivals("mosaic_gpu"), backend="mosaic_gpu")
+
+    def stacked(x):
+        return jax.ShapeDtypeStruct((4, *x.shape), x.dtype)
 
     for shape in LAYER_SHAPES:
         stages = layer_stages(shape, has_bias=True)
@@ -115,7 +119,8 @@ def compile_products(only: str) -> None:
                 continue
             print(f"== {name}", flush=True)
             residual = jax.ShapeDtypeStruct((FEW_ROWS, shape.hidden), jnp.bfloat16)
-            specs = jax.tree.map(lambda x: _on(device, x), (x, of_chain, residual if chain != ("qkv",) else None))
+            specs = (x, jax.tree.map(stacked, of_chain), residual if chain != ("qkv",) else None)
+            specs = jax.tree.map(lambda x: _on(device, x), (*specs, jax.ShapeDtypeStruct((), jnp.int32)))
             jax.jit(call).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
 
 
@@ -140,7 +145,7 @@ def compile_step(folder: Path) -> list[str]:
     spec = KVCacheSpec.of_model(config, 16, backend="mosaic_gpu")
     runner = ModelRunner(
         lambda traced: bind(model, traced),
-        param_shapes(param_specs(model), mesh, unstack=True),
+        param_shapes(param_specs(model), mesh),
         RunnerConfig(limits, powers_of_two(64, 2048), spec, config.num_heads, config.vocab_size, "mosaic_gpu", mesh),
     )
     runner.set_num_blocks(4096)

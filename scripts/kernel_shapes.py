@@ -1,6 +1,10 @@
-"""What scripts/bench_kernels.py times: shapes, the configurations to compare, and FlashAttention-3's figures."""
+"""What scripts/bench_kernels.py times: shapes, and FlashAttention-3's figures.
+
+With JAX_PLATFORMS=cpu the shapes are tiny and the kernels run in the interpreter: a rehearsal.
+"""
 
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,10 +12,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.common import plgpu
 from pallas_kernels.mosaic import cache_head_dim
 from pallas_kernels.tuning import AttentionConfig, attention_config
+from pallas_kernels.validation import Backend
 
 ANCHORS = Path(__file__).with_name("anchors_h200.json")
+ON_CARD = os.environ.get("JAX_PLATFORMS") != "cpu"
+BACKEND: Backend = "mosaic_gpu" if ON_CARD else "mosaic_gpu_interpret"
+# Of some tokens of a result, against float64: it is rounded to dtype, and so are the weights of the keys.
+MAX_RELATIVE_ERROR = {"bfloat16": 6e-3, "float16": 1e-3}
+SINK = 1.0  # the score of every sink
 
 
 @dataclass(frozen=True)
@@ -41,14 +52,20 @@ class KernelShape:
     def config(self) -> AttentionConfig:
         """What serves this shape."""
         sizes = {"block_size": self.block_size, "head_dim": self.cache_head_dim}
-        return attention_config(interpret=False, cache_bytes=self.kv_dtype.itemsize, **sizes)
+        return attention_config(interpret=not ON_CARD, cache_bytes=self.kv_dtype.itemsize, **sizes)
+
+    @property
+    def kv_scales(self) -> tuple[float, float]:
+        """Of keys and values in 8 bits."""
+        return (0.5, 2.0) if self.kv_dtype.itemsize == 1 else (1.0, 1.0)
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the kernels."""
-        sinks = jnp.ones(self.num_heads, jnp.float32) if self.has_sinks else None
-        kv_scale = jnp.ones(2, jnp.float32) if self.kv_dtype.itemsize == 1 else None
+        sinks = jnp.full(self.num_heads, SINK, jnp.float32) if self.has_sinks else None
+        kv_scale = jnp.array(self.kv_scales, jnp.float32) if self.kv_dtype.itemsize == 1 else None
         masks = {"sliding_window": self.sliding_window, "soft_cap": self.soft_cap, "sinks": sinks}
-        return {"scale": self.head_dim**-0.5, "kv_scale": kv_scale, **masks}
+        interpret = False if ON_CARD else plgpu.InterpretGPUParams()
+        return {"scale": self.head_dim**-0.5, "kv_scale": kv_scale, "interpret": interpret, **masks}
 
 
 @dataclass(frozen=True)
@@ -109,6 +126,30 @@ def _suffix(shape: KernelShape) -> str:
     return "".join(f", {part}" for part in parts)
 
 
+@dataclass(frozen=True)
+class MixedStep:
+    """Decodes of equal context and one chunk of a new request."""
+
+    heads: KernelShape
+    num_decodes: int
+    context: int
+    chunk: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_decodes} x {self.context} + {self.chunk}"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.chunk
+
+    def parts(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Keys and new tokens of each request: of all, of the decodes, of the chunk."""
+        lens = np.array([self.context] * self.num_decodes + [self.chunk], np.int32)
+        new = np.array([1] * self.num_decodes + [self.chunk], np.int32)
+        return {"all": (lens, new), "decodes": (lens[:-1], new[:-1]), "chunk": (lens[-1:], new[-1:])}
+
+
 _UNEVEN = tuple(int(x) for x in np.random.default_rng(0).integers(100, 1501, 256))
 DECODE_SHAPES = (
     _decode(256, 800, 16),
@@ -130,33 +171,45 @@ PREFILL_SHAPES = (
     _prefill(1, 8192, 0, 16),
     _prefill(1, 8192, 0, 32, block_size=64),
 )
+MIXED_STEP = MixedStep(KernelShape("", 32, 8), 200, 800, 2048)
+WRITE_TOKENS = (1, 64, 256, 2048, 16384)
+WORK_SIZES = ((1, 1, "decode"), (256, 256, "decode"), (2048, 256, "mixed"), (16384, 1024, "mixed"))
 FP8 = "float8_e4m3fn"
-# What else a model may want: (query heads, kv heads, options).
-_BREADTH: tuple[tuple[int, int, dict[str, Any]], ...] = (
+# What else a model may want: (query heads, kv heads, options). The first two are what 8 bits are compared with.
+_OPTIONS: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    (16, 8, {}),
+    (32, 8, {}),
     (16, 8, {"cache_dtype": FP8}),
     (32, 8, {"cache_dtype": FP8}),
     (16, 8, {"dtype": "float16"}),
     (9, 3, {"head_dim": 64}),
     (16, 16, {"head_dim": 80}),
     (16, 16, {"head_dim": 96}),
-    (8, 4, {"head_dim": 256, "sliding_window": 512, "soft_cap": 50.0}),
     (8, 4, {"head_dim": 256}),
-    (8, 8, {}),
-    (40, 8, {}),
-    (28, 4, {}),
-    (48, 4, {}),
-    (64, 4, {}),
+    (8, 4, {"head_dim": 256, "sliding_window": 512, "soft_cap": 50.0}),
     (16, 8, {"sliding_window": 256}),
     (16, 8, {"soft_cap": 50.0}),
     (16, 8, {"has_sinks": True}),
     (16, 8, {"block_size": 32}),
+    (16, 8, {"block_size": 64}),
     (16, 8, {"block_size": 128}),
 )
-BREADTH_DECODE_SHAPES = tuple(_decode(256, 800, heads, kv_heads, **options) for heads, kv_heads, options in _BREADTH)
-BREADTH_PREFILL_SHAPES = tuple(
-    _prefill(1, 4096, 0, heads, kv_heads, **options) for heads, kv_heads, options in _BREADTH
+OPTION_SHAPES = tuple(
+    (_decode(256, 800, heads, kv_heads, **options), _prefill(1, 4096, 0, heads, kv_heads, **options))
+    for heads, kv_heads, options in _OPTIONS
 )
-WRITE_TOKENS = (1, 64, 256, 2048, 16384)
+# Every group of 1 to 16 query heads a kv head.
+GROUP_SHAPES = tuple((_decode(256, 800, 4 * group, 4), _prefill(1, 4096, 0, 4 * group, 4)) for group in range(1, 17))
+
+if not ON_CARD:
+    _small: dict[str, Any] = {"num_kv_heads": 1, "head_dim": 64}
+    DECODE_SHAPES = (_decode(2, 70, 2, **_small), _decode(1, 90, 3, **_small))
+    PREFILL_SHAPES = (_prefill(1, 40, 30, 2, **_small), _prefill(2, 20, 0, 1, **_small))
+    _wide = {"cache_dtype": FP8, "sliding_window": 40, "has_sinks": True, "soft_cap": 5.0, **_small}
+    OPTION_SHAPES = ((_decode(2, 70, 2, **_wide), _prefill(1, 40, 30, 2, **_wide)),)
+    GROUP_SHAPES = ((_decode(1, 70, 5, **_small), _prefill(1, 20, 0, 5, **_small)),)
+    MIXED_STEP = MixedStep(KernelShape("", 2, 1, 64), 2, 50, 20)
+    WRITE_TOKENS, WORK_SIZES = (3,), ((2, 2, "decode"), (20, 4, "mixed"))
 
 
 def flash_attention_3_us(name: str) -> float | None:

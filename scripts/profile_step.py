@@ -1,20 +1,23 @@
 """Where the time of a step goes: host parts, dispatch, the device, and each kernel.
 
-    python scripts/profile_step.py --model qwen3-0.6b --requests 1 --context 384
+    python scripts/profile_step.py --model qwen3-0.6b --requests 1 256 --context 384 800
 
-Prefills the requests with random tokens, then times decode steps of the scheduler, planner and runner as the engine's
-core drives them (two steps in flight). Then the last decode plan, and the last prefill plan that was full, dispatched
-back to back, and a few traced steps of each for the kernels. Tracing turns CUDA graphs off, so kernel times add up to
-the device's work, not to the step.
+Prefills the requests with random tokens, then times decode steps of the scheduler, planner, dispatcher and runner as
+the engine's core drives them (two steps in flight, dispatched by a thread); then the same with dispatching in the
+loop's own thread, and with three steps in flight. Then the last decode plan, and the last prefill plan that was full,
+dispatched back to back, and a few traced steps of each for the kernels. Tracing turns CUDA graphs off, so kernel times
+add up to the device's work, not to the step. Each number of requests has its context.
 """
 
 import argparse
 import json
 import logging
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict, deque
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -24,8 +27,10 @@ import workloads
 from jax.profiler import ProfileData
 
 from jaxvllm.attention_backend import choose_backend
+from jaxvllm.core_process import SWITCH_INTERVAL_S
+from jaxvllm.dispatcher import Dispatcher
 from jaxvllm.kv_cache import KVCacheSpec
-from jaxvllm.layers.parameter import bind, param_specs, unstack_small
+from jaxvllm.layers.parameter import bind, param_specs
 from jaxvllm.model_runner import ModelRunner, RunnerConfig
 from jaxvllm.model_source import resolve
 from jaxvllm.models.registry import get_model_class
@@ -40,26 +45,35 @@ from scheduler.scheduler import make_scheduler
 
 MIN_ROWS = 8
 BLOCK_SIZE = 16
+WARM_UP_STEPS = 5
+# Name -> dispatched by a thread, steps in flight. The first is what the engine does.
+FORMS = {"thread": (True, 2), "one thread": (False, 2), "thread, three in flight": (True, 3)}
 
 
 class Loop:
-    """Scheduler, planner and runner with two steps in flight; adds up the host time of each part."""
+    """Scheduler, planner, dispatcher and runner; adds up the time of each part of the loop's thread.
+
+    Attributes:
+      is_threaded: steps are dispatched by a thread.
+      depth: steps in flight.
+    """
 
     def __init__(
-        self, name: str, num_requests: int, context: int, num_steps: int, prefill_tokens: int, sampling: SamplingParams
+        self, name: str, num_requests: int, context: int, prefill_tokens: int, sampling: SamplingParams
     ) -> None:
         config = resolve(workloads.write_config(name)).config
         rows = max(num_requests, MIN_ROWS)
-        max_model_len = context + num_steps + BLOCK_SIZE
+        assert sampling.max_tokens is not None
+        max_model_len = context + sampling.max_tokens + BLOCK_SIZE
         self.limits = BatchLimits(rows, max_model_len, BLOCK_SIZE)
         blocks = num_requests * (self.limits.max_blocks + 1) + 1
-        tokens = max(prefill_tokens, rows)
+        tokens = max(min(prefill_tokens, num_requests * context), rows)
         policy = explicit(rows, tokens, [rows], [tokens])
         spec = KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, jnp.dtype(config.dtype))
         backend = choose_backend(None, jax.devices()[0], config, self.limits)
         model = get_model_class(config.architecture)(config)
         specs = param_specs(model)
-        params = unstack_small(dummy_params(specs), specs)
+        params = dummy_params(specs)
         self.runner = ModelRunner(
             lambda traced: bind(model, traced),  # type: ignore[arg-type]
             params,
@@ -83,6 +97,8 @@ class Loop:
         for i in range(num_requests):
             prompt = rng.integers(10, config.vocab_size, context).tolist()
             self.scheduler.add_request(Request(f"r{i}", prompt, sampling))
+        self.dispatcher = Dispatcher()
+        self.is_threaded, self.depth = FORMS["thread"]
         self.in_flight: deque = deque()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.plans: dict[str, StepPlan] = {}  # by kind, the last one of most tokens
@@ -95,12 +111,16 @@ class Loop:
         plan = self.planner.build(scheduled)
         t2 = time.perf_counter()
         assert plan is not None, "max_tokens covers all steps"
-        self.in_flight.append((scheduled, self.runner.execute(plan)))
+        if self.is_threaded:
+            handle = self.dispatcher.submit(partial(self.runner.execute, plan))
+        else:
+            handle = self.runner.execute(plan)
         t3 = time.perf_counter()
+        self.in_flight.append((scheduled, handle))
         self.seconds["schedule"] += t1 - t0
         self.seconds["plan"] += t2 - t1
-        self.seconds["execute"] += t3 - t2
-        if len(self.in_flight) == 2:
+        self.seconds["hand over" if self.is_threaded else "dispatch"] += t3 - t2
+        while len(self.in_flight) >= self.depth:
             self.take_oldest()
         kind = plan.key.kind
         if kind not in self.plans or plan.num_tokens >= self.plans[kind].num_tokens:
@@ -116,6 +136,23 @@ class Loop:
         self.scheduler.update_from_output(scheduled, output)
         self.seconds["wait"] += t1 - t0
         self.seconds["update"] += time.perf_counter() - t1
+
+    def time(self, form: str, num_steps: int) -> dict:
+        """Milliseconds a step in one of FORMS, and of each part of it."""
+        while self.in_flight:
+            self.take_oldest()
+        self.is_threaded, self.depth = FORMS[form]
+        for _ in range(WARM_UP_STEPS):
+            self.step()
+        self.seconds.clear()
+        busy_s, cpu_s, start = self.dispatcher.busy_s, time.thread_time(), time.perf_counter()
+        for _ in range(num_steps):
+            self.step()
+        wall_s, cpu_s = time.perf_counter() - start, time.thread_time() - cpu_s
+        parts = {name: 1e3 * seconds / num_steps for name, seconds in self.seconds.items()}
+        if self.is_threaded:
+            parts["dispatching thread"] = 1e3 * (self.dispatcher.busy_s - busy_s) / num_steps
+        return {"loop_ms": 1e3 * wall_s / num_steps, "loop_cpu_ms": 1e3 * cpu_s / num_steps, "host_ms": parts}
 
 
 def time_plan(runner: ModelRunner, plan, repeats: int) -> tuple[float, float]:
@@ -177,13 +214,31 @@ def profile_plan(runner: ModelRunner, plan: StepPlan, with_trace: bool) -> dict:
     return result
 
 
+def profile(loop: Loop, args: argparse.Namespace) -> dict:
+    """Everything about one batch, printed too."""
+    start = time.perf_counter()
+    while loop.step() != "decode":
+        pass
+    print(f"prefill and compile {time.perf_counter() - start:.1f} s", flush=True)
+    result: dict = {"forms": {form: loop.time(form, args.steps) for form in FORMS}}
+    for form, times in result["forms"].items():
+        parts = ", ".join(f"{name} {ms:.3f}" for name, ms in times["host_ms"].items())
+        print(f"{form}: {times['loop_ms']:.3f} ms a step, {times['loop_cpu_ms']:.3f} ms CPU of the loop; {parts}")
+    while loop.in_flight:
+        loop.take_oldest()
+    loop.dispatcher.shutdown()
+    for kind in args.kind:
+        result[kind] = profile_plan(loop.runner, loop.plans[kind], with_trace=not args.no_trace)
+    return result
+
+
 def main() -> None:
     """Parse the command line and print the parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=workloads.MODELS, default="qwen3-0.6b")
-    parser.add_argument("--requests", type=int, default=1)
-    parser.add_argument("--context", type=int, default=384)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1])
+    parser.add_argument("--context", type=int, nargs="+", default=[384])
+    parser.add_argument("--steps", type=int, default=60, help="timed steps of each form")
     parser.add_argument("--prefill-tokens", type=int, default=8192, help="tokens a prefill step")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -195,39 +250,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    max_tokens = len(FORMS) * (args.steps + WARM_UP_STEPS + 8)
     sampling = SamplingParams(
-        temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.steps + 8, ignore_eos=True
+        temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=max_tokens, ignore_eos=True
     )
-    loop = Loop(args.model, args.requests, args.context, args.steps, args.prefill_tokens, sampling)
-    start = time.perf_counter()
-    while loop.step() != "decode":
-        pass
-    for _ in range(5):
-        loop.step()
-    print(f"prefill, compile and warm-up {time.perf_counter() - start:.1f} s", flush=True)
-    loop.seconds.clear()
-    start = time.perf_counter()
-    num_steps = args.steps - 10
-    for _ in range(num_steps):
-        loop.step()
-    wall = (time.perf_counter() - start) / num_steps
-    parts = {name: 1e3 * seconds / num_steps for name, seconds in loop.seconds.items()}
-    print(
-        f"loop {1e3 * wall:.3f} ms a step; host parts in ms: " + json.dumps({k: round(v, 3) for k, v in parts.items()})
-    )
-    while loop.in_flight:
-        loop.take_oldest()
-    result = {
-        "model": args.model,
-        "requests": args.requests,
-        "context": args.context,
-        "loop_ms": 1e3 * wall,
-        "host_ms": parts,
-    }
-    for kind in args.kind:
-        result[kind] = profile_plan(loop.runner, loop.plans[kind], with_trace=not args.no_trace)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as the core does
+    results = []
+    for num_requests, context in zip(args.requests, args.context, strict=True):
+        results.append(profile(Loop(args.model, num_requests, context, args.prefill_tokens, sampling), args))
+        results[-1] = {"model": args.model, "requests": num_requests, "context": context} | results[-1]
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,25 +3,25 @@
 import argparse
 import json
 import logging
+import math
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from jaxvllm.bucket_choice import STRATEGIES, choose_policy
 from jaxvllm.cli_args import add_engine_options, given_engine_args
-from scheduler.buckets import BucketKey, BucketPolicy, explicit, load_policy
+from scheduler.buckets import BucketKey, BucketPolicy, StepShape, explicit, load_policy
 from scheduler.config import CacheConfig, SchedulerConfig
-from scheduler.cost_model import CostModel, StepSample, fit, load_cost_model, roofline
+from scheduler.cost_model import CostModel, load_cost_model
 from scheduler.simulate import Simulation, SimulationReport
 from scheduler.trace import TraceRequest, load_trace
 from scheduler.tuning import TuningOptions, tune
 
 if TYPE_CHECKING:
-    from jaxvllm.buckets.compare import Result, StepLog
     from jaxvllm.compile_cache import ProgramKey
     from jaxvllm.executor import DeviceExecutor
     from jaxvllm.model_runner import ModelRunner
@@ -58,14 +58,15 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", type=int, default=60, help="mean, synthetic")
     parser.add_argument("--output-len", type=int, default=40, help="mean, synthetic")
     parser.add_argument("--arrivals-per-step", type=float, default=0.2, help="synthetic")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--time-limit", type=float, help="seconds; policies without time to run are estimated")
+    parser.add_argument("--json", type=Path, help="write the results here, after every policy")
     parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
     add_engine_options(parser.add_argument_group("engine"), leave_out=("bucket_policy", "compile_ahead"))
     parser.set_defaults(run=run_compare)
 
 
 def _add_measure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policies", nargs="+", default=["powers_of_two", "geometric"], help="whose buckets to time")
+    parser.add_argument("--policies", nargs="+", default=["geometric"], help="whose buckets to time")
     parser.add_argument("--out", type=Path, required=True, help="JSON of samples")
     add_engine_options(parser.add_argument_group("engine"), leave_out=("bucket_policy", "compile_ahead"))
     parser.set_defaults(run=run_measure, decode_sizes=None, mixed_sizes=None)
@@ -86,8 +87,8 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, default=40_960)
     parser.add_argument("--num-blocks", type=int, default=60_000, help="of the KV pool, 16 tokens each")
     parser.add_argument("--host-ms", type=float, default=0.5, help="time of the host a step")
-    parser.add_argument("--padding-price", type=float, default=1.0, help="see scheduler.tuning.TuningOptions")
-    parser.add_argument("--prior-share", type=float, default=0.01, help="see scheduler.tuning.TuningOptions")
+    parser.add_argument("--padding-price", type=float, default=2.0, help="see scheduler.tuning.TuningOptions")
+    parser.add_argument("--prior-share", type=float, default=0.03, help="see scheduler.tuning.TuningOptions")
     parser.add_argument("--rounds", type=int, default=2, help="tune, simulate the tuned policy, and tune again")
     parser.add_argument("--json", type=Path, help="write the table here")
     parser.set_defaults(run=run_tune)
@@ -95,37 +96,34 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Compare the policies and print the table."""
+    deadline = time.monotonic() + (args.time_limit or math.inf)
     executor, num_blocks = start_executor(args)
-    from jaxvllm.buckets.compare import run_policy, synthetic_workload, trace_workload
-    from jaxvllm.buckets.report import plot, table, write_json
+    from jaxvllm.buckets.arrivals import sped_up
+    from jaxvllm.buckets.compare import synthetic_workload, trace_workload
+    from jaxvllm.buckets.comparison import Comparison
+    from jaxvllm.buckets.report import plot, step_times, table, write_json
 
-    runner, config = executor.runner, executor.config
+    config = executor.config
     assert executor.model_config is not None
     vocab_size, max_model_len = executor.model_config.vocab_size, config.scheduler.max_model_len
     if args.trace:
-        trace = _sped_up(load_trace(args.trace, args.num_requests), args.speedup)
+        trace = sped_up(load_trace(args.trace, args.num_requests), args.speedup)
         workload = trace_workload(trace, vocab_size, max_model_len)
     else:
         lengths = (args.num_requests, args.input_len, args.output_len, args.arrivals_per_step)
         workload = synthetic_workload(*lengths, vocab_size, max_model_len)
-    done: list[tuple[Result, StepLog]] = []
     known = {name: _policy(name, config, args) for name in args.policies if name != "tuned"}
-    executor.prepare(_programs(runner, known.values()))
+    comparison = Comparison(executor, num_blocks, workload, deadline)
+    about = {"device": executor.runner.device_kind, "args": {k: str(v) for k, v in vars(args).items() if k != "run"}}
     for name in args.policies:
-        policy = known.get(name)
-        if policy is None:
-            policy = _tuned(done, config.scheduler, args)
-            executor.prepare(policy.keys())
-        done.append(run_policy(runner, config, num_blocks, policy, workload))
-        print(f"{done[-1][0].policy}: {done[-1][0].total_s:.1f} s", flush=True)
-    results = [result for result, _ in done]
-    device = runner.device_kind
-    print(f"\n{args.num_requests} requests on {device}")
-    print(table(results))
-    if args.json:
-        write_json(results, args.json, device=device, args={k: str(v) for k, v in vars(args).items() if k != "run"})
-    if args.plot:
-        plot(results, args.plot)
+        comparison.add(known[name] if name in known else comparison.tuned(args.max_programs))
+        if args.json:
+            write_json(comparison.results, comparison.samples, args.json, **about)
+        if args.plot:
+            plot(comparison.results, args.plot)
+    print(f"\n{args.num_requests} requests on {about['device']}")
+    print(table(comparison.results))
+    print("\nms a step by bucket, T x R\n" + step_times(comparison.results))
     executor.shutdown()
     return 0
 
@@ -167,31 +165,31 @@ def _silent_scheduler() -> Iterator[None]:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from jaxvllm.buckets.arrivals import scale_to_running
+    from jaxvllm.buckets.arrivals import from_start, scale_to_running, sped_up, tune_to_trace
 
     limits = SchedulerConfig(args.max_num_seqs, args.max_num_batched_tokens, args.max_model_len)
-    base = choose_policy("powers_of_two", "gpu", limits)
+    base, geometric = (choose_policy(name, "gpu", limits) for name in ("powers_of_two", "geometric"))
     cost = load_cost_model(args.cost) if args.cost else guessed_cost(base)
-    trace = load_trace(args.trace, args.limit)
+    everything = load_trace(args.trace)
+    trace, unseen = everything[: args.limit], from_start(everything[args.limit : 2 * args.limit])
+    options = TuningOptions(args.max_programs, padding_price=args.padding_price, prior_share=args.prior_share)
 
     def simulate(requests: Sequence[TraceRequest], policy: BucketPolicy) -> SimulationReport:
         pool = CacheConfig(16, args.num_blocks, True)
         return Simulation(requests, policy, cost, limits, pool, host_ms=args.host_ms).run()
 
-    def load(policy: BucketPolicy, first_try: float) -> tuple[float, SimulationReport]:
-        if args.running is None:
-            return args.speedup, simulate(_sped_up(trace, args.speedup), policy)
-        return scale_to_running(trace, policy, simulate, args.running, first_try)
+    def tuned(steps: Mapping[StepShape, int]) -> BucketPolicy:
+        return tune(steps, cost, *_sizes(limits), options)
 
-    speedup, before = load(base, args.speedup)
-    report, policy = before, base
-    for _ in range(args.rounds):
-        options = TuningOptions(
-            max_programs=args.max_programs, padding_price=args.padding_price, prior_share=args.prior_share
-        )
-        policy = tune(report.step_shapes, cost, *_sizes(limits), options)
-        speedup, report = load(policy, speedup)
-    reports = {"powers_of_two": before, "tuned": report}
+    if args.running is None:
+        speedup = args.speedup
+        policy = tuned(simulate(sped_up(trace, speedup), base).step_shapes)
+    else:
+        first, _ = scale_to_running(trace, base, simulate, args.running, args.speedup)
+        policy, speedup, _ = tune_to_trace(trace, base, simulate, tuned, args.running, first, args.rounds)
+    reports = {p.name: simulate(sped_up(trace, speedup), p) for p in (base, geometric, policy)}
+    if unseen:
+        reports["tuned, unseen requests"] = simulate(sped_up(unseen, speedup), policy)
     tables = {name: {"requests running": f"{r.mean_running:.1f}"} | r.rows() for name, r in reports.items()}
     _print_columns(tables)
     print(f"\narrivals {speedup:.2f} times as fast; {len(policy.keys())} programs")
@@ -223,38 +221,16 @@ def start_executor(args: argparse.Namespace) -> "tuple[DeviceExecutor, int]":
 
 
 def guessed_cost(policy: BucketPolicy) -> CostModel:
-    """A roofline of Qwen3-0.6B on one H200 with 1 ms a step for launches."""
-    keys = policy.keys()
-    return roofline(
-        keys,
-        weight_bytes=1.2e9,
-        kv_bytes_per_token=114_688,
-        bytes_per_s=4.0e12,
-        flops_per_s=3.6e14,
-        overhead_ms=1.0,
-    )
+    """A guess of Qwen3-0.6B on one H200."""
+    table = {key: 1.15 + 0.0035 * key.R if key.kind == "decode" else 0.4 + 0.0033 * key.T for key in policy.keys()}  # noqa: SIM118
+    with_rows = {key: ms + (0.0015 * key.R if key.kind == "mixed" else 0.0) for key, ms in table.items()}
+    return CostModel(with_rows, ms_per_context_token=2.9e-5)
 
 
 def _programs(runner: "ModelRunner", policies: Iterable[BucketPolicy]) -> "list[ProgramKey]":
     """All buckets of the policies, and the program that admits many requests at once if there is one."""
     keys: dict[ProgramKey, None] = {key: None for policy in policies for key in policy.keys()}  # noqa: SIM118
     return [*keys, *(key for key in runner.program_keys() if key == "admit")]
-
-
-def _tuned(done: "list[tuple[Result, StepLog]]", limits: SchedulerConfig, args: argparse.Namespace) -> BucketPolicy:
-    """Tuned to the steps of the last run, by the step times of all of them."""
-    if not done:
-        raise ValueError("the tuned policy is tuned to the runs before it: name another policy first.")
-    samples = [StepSample(key, 0, ms) for _, log in done for key, ms in _medians(zip(log.keys, log.ms, strict=True))]
-    shapes = next((log for result, log in done if result.policy == "powers_of_two"), done[-1][1]).counts()
-    return tune(shapes, fit(samples), *_sizes(limits), TuningOptions(max_programs=args.max_programs))
-
-
-def _medians(pairs: Iterable[tuple[Any, float]]) -> list[tuple[Any, float]]:
-    by_key: dict[Any, list[float]] = {}
-    for key, ms in pairs:
-        by_key.setdefault(key, []).append(ms)
-    return [(key, median(times)) for key, times in by_key.items()]
 
 
 def _policy(name: str, config: Any, args: argparse.Namespace) -> BucketPolicy:
@@ -270,12 +246,6 @@ def _policy(name: str, config: Any, args: argparse.Namespace) -> BucketPolicy:
 
 def _sizes(limits: SchedulerConfig) -> tuple[int, int]:
     return limits.max_num_seqs, limits.max_num_batched_tokens
-
-
-def _sped_up(trace: Sequence[TraceRequest], speedup: float) -> list[TraceRequest]:
-    from jaxvllm.buckets.arrivals import sped_up
-
-    return sped_up(trace, speedup)
 
 
 def _print_columns(tables: dict[str, dict[str, str]]) -> None:

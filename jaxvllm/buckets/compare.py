@@ -1,14 +1,15 @@
 """One workload under several bucket policies: padding, programs, compile time, memory, step times, throughput, gaps.
 
 The engine core runs as it serves, two steps in flight, with a planner for each policy and one runner for all: a program
-that two policies share is compiled once.
+that two policies share is compiled once. Where requests arrive by step number every policy schedules the same steps, so
+what a policy would take can also be estimated: from the steps of another's run and measured step times.
 """
 
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from jaxvllm.core import EngineCore
 from jaxvllm.core_messages import EngineCoreRequest
 from jaxvllm.model_runner import ModelRunner
 from scheduler.buckets import BucketKey, BucketPolicy, StepShape
+from scheduler.cost_model import CostModel, StepSample
 from scheduler.outputs import ModelRunnerOutput, SchedulerOutput
 from scheduler.plan import Planner
 from scheduler.sampling_params import SamplingParams
@@ -41,12 +43,13 @@ class Workload:
 
 @dataclass
 class Result:
-    """What one policy did with the workload. Times in seconds unless the name says otherwise."""
+    """What one policy did with the workload, or would do. Times in seconds unless the name says otherwise."""
 
     policy: str
+    is_estimated: bool
     num_programs: int
-    compile_s: float  # lowering and compiling of its programs, added up
-    workspace_bytes: int  # of its largest program, beside weights and pool
+    compile_s: float | None  # lowering and compiling of its programs, added up; None: they were not compiled
+    workspace_bytes: int | None  # of its largest program, beside weights and pool
     num_steps: int
     token_waste: float
     row_waste: float
@@ -66,6 +69,7 @@ class StepLog:
     """The steps of one run: real shapes, buckets, and milliseconds from the result before (or the dispatch)."""
 
     shapes: list[StepShape] = field(default_factory=list)
+    contexts: list[int] = field(default_factory=list)  # tokens that the step's requests attend to
     keys: list[BucketKey] = field(default_factory=list)
     ms: list[float] = field(default_factory=list)
 
@@ -107,40 +111,74 @@ def trace_workload(trace: Sequence[TraceRequest], vocab_size: int, max_model_len
 
 def run_policy(
     runner: ModelRunner, config: EngineConfig, num_blocks: int, policy: BucketPolicy, workload: Workload
-) -> tuple[Result, StepLog]:
-    """Warm up, run the workload, and measure; the policy's programs are compiled."""
+) -> tuple[Result, StepLog, list[StepSample]]:
+    """Time the buckets, run the workload, and measure; the policy's programs are compiled."""
     keys = policy.keys()
     runner.initialize_kv_cache(num_blocks)
-    list(measure_steps(runner, keys, repeats=1))  # first runs allocate and make graphs
+    samples = list(measure_steps(runner, keys, repeats=8))  # first runs also allocate, and make graphs
     runner.initialize_kv_cache(num_blocks)
     executor = _PolicyExecutor(runner, policy, num_blocks, config.seed)
     core = EngineCore(config, executor)
     gaps, running_s, total_s = serve(core, workload)
     core.shutdown()
     log = executor.log
+    result = _result(policy, log, sum(workload.num_outputs), total_s, running_s)
+    result.compile_s = sum(runner.programs.compile_seconds.get(key, 0.0) for key in keys)
+    result.workspace_bytes = max(runner.programs.workspace_bytes(key) or 0 for key in keys)
+    result.p99_inter_token_ms = float(np.percentile(gaps, 99)) * 1e3 if gaps else 0.0
+    return result, log, samples
+
+
+def estimate_policy(
+    policy: BucketPolicy, log: StepLog, cost: CostModel, workload: Workload, measured: Result
+) -> Result:
+    """What a policy would do with the steps of another one's run.
+
+    Args:
+      log: that run.
+      cost: of the buckets.
+      measured: that run's result. As much as it took longer than by `cost`, this one is taken to take longer too.
+    """
+    keys = [policy.select(*shape) for shape in log.shapes]
+    cost = cost.completed([*keys, *log.keys])
+    as_run = sum(cost.step_ms(key, context) for key, context in zip(log.keys, log.contexts, strict=True))
+    scale = sum(log.ms) / as_run
+    ms = [scale * cost.step_ms(key, context) for key, context in zip(keys, log.contexts, strict=True)]
+    total_s = measured.total_s + (sum(ms) - sum(log.ms)) / 1e3
+    running_s = measured.mean_running * total_s
+    result = _result(policy, replace(log, keys=keys, ms=ms), sum(workload.num_outputs), total_s, running_s)
+    result.is_estimated = True
+    # A step's time is the gap of each request in it, less those that it begins.
+    order = np.argsort(ms)
+    rows = np.cumsum([log.shapes[i].num_reqs for i in order])
+    result.p99_inter_token_ms = ms[order[np.searchsorted(rows, 0.99 * rows[-1])]]
+    return result
+
+
+def _result(policy: BucketPolicy, log: StepLog, num_outputs: int, total_s: float, running_s: float) -> Result:
     waste = policy.padding_waste(log.shapes)
     by_bucket: dict[str, list[float]] = defaultdict(list)
     for key, ms in zip(log.keys, log.ms, strict=True):
         by_bucket[str(key)].append(ms)
-    result = Result(
+    return Result(
         policy=policy.name,
-        num_programs=len(keys),
-        compile_s=sum(runner.programs.compile_seconds.get(key, 0.0) for key in keys),
-        workspace_bytes=max(runner.programs.workspace_bytes(key) or 0 for key in keys),
+        is_estimated=False,
+        num_programs=len(policy.keys()),
+        compile_s=None,
+        workspace_bytes=None,
         num_steps=len(log.shapes),
         token_waste=waste.tokens,
         row_waste=waste.rows,
         total_s=total_s,
-        tokens_per_s=sum(workload.num_outputs) / total_s,
+        tokens_per_s=num_outputs / total_s,
         mean_step_ms=float(np.mean(log.ms)),
-        p99_inter_token_ms=float(np.percentile(gaps, 99)) * 1e3 if gaps else 0.0,
+        p99_inter_token_ms=0.0,
         mean_running=running_s / total_s,
         step_ms={name: float(np.median(times)) for name, times in sorted(by_bucket.items())},
         steps={name: len(times) for name, times in sorted(by_bucket.items())},
         mixed_sizes=list(policy.mixed_sizes),
         decode_sizes=list(policy.decode_sizes),
     )
-    return result, log
 
 
 def serve(core: EngineCore, workload: Workload) -> tuple[list[float], float, float]:
@@ -195,7 +233,7 @@ class _PolicyExecutor:
         self._last = 0.0
         self.log = StepLog()
 
-    def initialize(self) -> int:
+    def initialize(self, meanwhile: Callable[[], None]) -> int:
         return self._num_blocks
 
     def execute(self, scheduler_output: SchedulerOutput) -> _TimedHandle | None:
@@ -207,6 +245,8 @@ class _PolicyExecutor:
             scheduler_output.scheduled_new_requests or known.resumed_request_ids
         )
         self.log.shapes.append(StepShape("decode" if is_decode else "mixed", plan.num_tokens, plan.num_reqs))
+        computed = sum(new.num_computed_tokens for new in scheduler_output.scheduled_new_requests)
+        self.log.contexts.append(sum(known.num_computed_tokens) + computed + plan.num_tokens)
         return _TimedHandle(self, self._runner.execute(plan), plan.key)
 
     def finished(self, key: BucketKey, begin: float) -> None:

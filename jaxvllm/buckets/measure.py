@@ -18,7 +18,7 @@ CONTEXTS = (256, 1024)  # keys of each decode row; two of them tell what a conte
 PROMPT_TOKENS = 1024  # of each prompt in a mixed step, if the bucket has rows for so many prompts
 MAX_DECODES_OF_MIXED = 64
 WARM_UP_STEPS = 3  # a CUDA graph is made in the second run
-MAX_SECONDS_OF_A_BUCKET = 0.5
+MAX_SECONDS_OF_A_BUCKET = 0.25  # at each context
 
 
 def measure_steps(runner: ModelRunner, keys: Iterable[BucketKey], repeats: int = 20) -> Iterator[StepSample]:

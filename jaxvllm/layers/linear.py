@@ -17,11 +17,11 @@ from flax import nnx
 from jaxvllm.layers.norm import RMSNorm
 from jaxvllm.layers.parameter import CheckpointTensor, ParamSpec, declare
 from jaxvllm.model_config import ModelConfig
-from pallas_kernels import MatmulStage
+from pallas_kernels import LayerArray, MatmulStage
 
 
 def make_stage(
-    weight: jax.Array, bias: nnx.Param | None, *, norm: RMSNorm | None = None, **options: Any
+    weight: LayerArray, bias: nnx.Param | None, *, norm: RMSNorm | None = None, **options: Any
 ) -> MatmulStage:
     """A product for LayerContext.project.
 
@@ -33,7 +33,7 @@ def make_stage(
     """
     if norm is not None:
         options |= {"norm_weight": norm.weight.get_value(), "eps": norm.eps, "unit_offset": norm.unit_offset}
-    return MatmulStage(weight, bias=None if bias is None else bias.get_value().reshape(weight.shape[:-1]), **options)
+    return MatmulStage(weight, bias=None if bias is None else bias.get_value().reshape(*weight.shape[:-1]), **options)
 
 
 class Linear(nnx.Module):
@@ -128,4 +128,4 @@ class OutputProjection(nnx.Module):
     def stage(self, *, norm: RMSNorm | None = None, **options: Any) -> MatmulStage:
         """See make_stage; the input is [T, N * H]."""
         weight = self.weight.get_value()
-        return make_stage(weight.reshape(len(weight), -1), self.bias, norm=norm, **options)
+        return make_stage(weight.reshape(weight.shape[0], -1), self.bias, norm=norm, **options)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxvllm.layers.parameter import CheckpointTensor, ParamSpec, declare
-from pallas_kernels import rms_norm
+from pallas_kernels import as_array, rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -20,7 +20,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise [..., size]; the result has x's dtype."""
-        return rms_norm(x, self.weight.get_value(), eps=self.eps, unit_offset=self.unit_offset)
+        return rms_norm(x, as_array(self.weight.get_value()), eps=self.eps, unit_offset=self.unit_offset)
 
 
 class LayerNorm(nnx.Module):
@@ -38,5 +38,6 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        wide = wide * self.weight.get_value().astype(jnp.float32) + self.bias.get_value().astype(jnp.float32)
+        weight, bias = (as_array(param.get_value()).astype(jnp.float32) for param in (self.weight, self.bias))
+        wide = wide * weight + bias
         return wide.astype(x.dtype)

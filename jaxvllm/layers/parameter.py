@@ -1,19 +1,15 @@
 """A weight is declared once: shape, dtype, logical axes, where a checkpoint keeps it, how a dummy is drawn."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-# A weight on the device: all layers stacked, or one array a layer.
-Weight = jax.Array | tuple[jax.Array, ...]
-
-_SMALL_BYTES = 64 * 1024
+# A weight on the device, all layers of it stacked: each array more is 2 to 3 us of the host's time in every step.
+Weight = jax.Array
 
 # Logical axis -> the mesh axis that splits it. Everything else is replicated.
 SHARDING_RULES = {"kv_heads": "tp", "heads": "tp", "ffn": "tp", "vocab": "tp"}
@@ -59,13 +55,6 @@ class ParamSpec:
         """The same weight for all layers at once, layer axis in front."""
         return replace(self, shape=(num_layers, *self.shape), axes=(None, *self.axes), num_layers=num_layers)
 
-    @property
-    def is_small(self) -> bool:
-        """Whether each layer of an unrolled model on a GPU gets an array of its own; see unstack_small."""
-        if self.num_layers is None:
-            return False
-        return math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize <= _SMALL_BYTES
-
     def partition_spec(self) -> jax.sharding.PartitionSpec:
         """The axes as mesh axes."""
         return jax.sharding.PartitionSpec(*(SHARDING_RULES.get(a) if a else None for a in self.axes))
@@ -102,26 +91,11 @@ def param_specs(model: nnx.Module) -> dict[str, ParamSpec]:
     return {".".join(map(str, path)): param.spec for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
-def unstack_small(params: Mapping[str, jax.Array], specs: Mapping[str, ParamSpec]) -> dict[str, Weight]:
-    """Give each layer its own array of the small stacked parameters (norms, biases); the others stay as they are.
-
-    For unrolled layers on a GPU: a static slice of a small weight is fused into the kernel that uses it, which makes
-    that kernel another one to compile in every layer. Without the slice the layers share it.
-    """
-    return {name: tuple(array) if specs[name].is_small else array for name, array in params.items()}
-
-
-def param_shapes(specs: Mapping[str, ParamSpec], mesh: jax.sharding.Mesh, *, unstack: bool) -> dict[str, Any]:
-    """The weights' shapes and places before they are there, in the form that `unstack_small` gives them if asked."""
-
-    def shape(spec: ParamSpec) -> Any:
-        sharding = spec.sharding(mesh)
-        if not (unstack and spec.is_small):
-            return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
-        of_layer = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
-        return (jax.ShapeDtypeStruct(spec.shape[1:], spec.dtype, sharding=of_layer),) * spec.shape[0]
-
-    return {name: shape(spec) for name, spec in specs.items()}
+def param_shapes(specs: Mapping[str, ParamSpec], mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """The weights' shapes and places before they are there."""
+    return {
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=spec.sharding(mesh)) for name, spec in specs.items()
+    }
 
 
 def bind[M: nnx.Module](model: M, params: Mapping[str, Weight]) -> M:
@@ -129,16 +103,11 @@ def bind[M: nnx.Module](model: M, params: Mapping[str, Weight]) -> M:
 
     Args:
       model: as built, without values; not changed.
-      params: for every name in param_specs(model) an array, or a tuple of one a layer (see unstack_small).
+      params: for every name in param_specs(model) an array.
 
     Raises: KeyError for a name that is missing.
     """
 
-    def value(path: tuple) -> jax.Array:
-        weight = params[".".join(map(str, path))]
-        # A slice of the stack is the layer's own array again: XLA removes both.
-        return jnp.stack(weight) if isinstance(weight, tuple) else weight
-
     graphdef, state = nnx.split(model, nnx.Param)
-    bound = [(path, param.replace(value(path))) for path, param in nnx.to_flat_state(state)]
+    bound = [(path, param.replace(params[".".join(map(str, path))])) for path, param in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(bound))

@@ -13,7 +13,7 @@ from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.layers.rope import rope_tables
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.rope_config import RopeConfig
-from pallas_kernels import FEW_ROWS, MatmulStage, make_arrivals, matmul_stages, prefers_matmul_kernel
+from pallas_kernels import FEW_ROWS, LayerSlice, MatmulStage, make_arrivals, matmul_stages, prefers_matmul_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +116,10 @@ def run_layers(
 ) -> tuple[jax.Array, jax.Array]:
     """Run all layers in order.
 
-    Unrolled is for GPUs: weights are static slices, which fuse, and the step becomes one CUDA graph; an inner jit
-    with the layer number as an argument lowers each kind of layer once. The scan is for CPUs: a second of compile
-    instead of ten, and no copy of the slices. The cache is a carry, never xs and ys: those copy a layer a step.
+    Unrolled is for GPUs: kernels take the stacked weights whole, slices by constant numbers fuse into what XLA makes,
+    and the step becomes one CUDA graph; an inner jit with the layer number as an argument lowers each kind of layer
+    once. The scan is for CPUs: a second of compile instead of ten, and no copy of the slices. The cache is a carry,
+    never xs and ys: those copy a layer a step.
 
     Args:
       layers: one module whose weights are stacked by layer; called as layer(hidden, kv_cache, LayerContext).
@@ -137,11 +138,15 @@ def run_layers(
         return nnx.merge(graphdef, weights)(hidden, kv_cache, inputs.at(layer, kind))
 
     if unroll:
-        run_one = jax.jit(run_layer, static_argnames="kind")
+
+        @partial(jax.jit, static_argnames="kind")
+        def run_one(weights: dict, hidden: jax.Array, kv_cache: jax.Array, inputs: LayerInputs, layer: Any, kind: int):
+            of_layer = jax.tree.map(lambda stack: LayerSlice(stack, layer), weights)
+            return run_layer(of_layer, hidden, kv_cache, inputs, layer, kind)
+
         for i, kind in enumerate(kind_of_layer):
-            of_layer = jax.tree.map(lambda w, i=i: w[i], weights)
             # A constant: an element of an array would be one more kernel a layer.
-            hidden, kv_cache = run_one(of_layer, hidden, kv_cache, inputs, jnp.array(i, jnp.int32), kind=kind)
+            hidden, kv_cache = run_one(weights, hidden, kv_cache, inputs, jnp.array(i, jnp.int32), kind=kind)
         return hidden, kv_cache
 
     is_uniform = len(set(kind_of_layer)) == 1

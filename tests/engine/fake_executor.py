@@ -3,8 +3,11 @@
 import os
 import signal
 import time
+from collections.abc import Callable
+from typing import Any
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.dispatcher import DispatchedStep, Dispatcher
 from scheduler.outputs import ModelRunnerOutput, SchedulerOutput
 
 VOCAB_SIZE = 264
@@ -34,10 +37,10 @@ class SuccessorExecutor:
         self._tokens: dict[str, list[int]] = {}
         self._num_steps = 0
 
-    def initialize(self) -> int:
+    def initialize(self, meanwhile: Callable[[], None]) -> int:
         return self._num_blocks
 
-    def execute(self, scheduler_output: SchedulerOutput) -> Done | None:
+    def execute(self, scheduler_output: SchedulerOutput) -> Any:
         for request_id in scheduler_output.finished_request_ids | scheduler_output.preempted_request_ids:
             self._tokens.pop(request_id, None)
         if not scheduler_output.total_num_scheduled_tokens:
@@ -68,6 +71,31 @@ class SuccessorExecutor:
 
     def shutdown(self) -> None:
         self._tokens.clear()
+
+
+class DispatchingExecutor(SuccessorExecutor):
+    """Has its steps dispatched by a thread, as DeviceExecutor does; dispatching step `fail_at_step` raises."""
+
+    def __init__(self, config: EngineConfig, delay_s: float, fail_at_step: int) -> None:
+        super().__init__(config, delay_s)
+        self._fail_dispatch_at_step = fail_at_step
+        self._dispatcher = Dispatcher()
+
+    def execute(self, scheduler_output: SchedulerOutput) -> DispatchedStep | None:
+        done = super().execute(scheduler_output)
+        if done is None:
+            return None
+        is_bad = self._num_steps == self._fail_dispatch_at_step
+
+        def dispatch() -> Any:
+            if is_bad:
+                raise RuntimeError("no such program")
+            return done
+
+        return self._dispatcher.submit(dispatch)
+
+    def shutdown(self) -> None:
+        self._dispatcher.shutdown()
 
 
 class ParrotExecutor(SuccessorExecutor):
@@ -105,6 +133,21 @@ def fails_at_step_9(config: EngineConfig) -> SuccessorExecutor:
 
 def fails_at_step_3(config: EngineConfig) -> SuccessorExecutor:
     return SuccessorExecutor(config, fail_at_step=3)
+
+
+def fails_at_step_3_and_ends_slowly(config: EngineConfig) -> SuccessorExecutor:
+    exit_now = os._exit
+
+    def exit_later(status: int) -> None:
+        time.sleep(0.6)
+        exit_now(status)
+
+    os._exit = exit_later  # pyright: ignore[reportAttributeAccessIssue]
+    return SuccessorExecutor(config, fail_at_step=3)
+
+
+def fails_in_dispatch_at_step_9(config: EngineConfig) -> DispatchingExecutor:
+    return DispatchingExecutor(config, delay_s=0.02, fail_at_step=9)
 
 
 def kills_itself_at_start(config: EngineConfig) -> SuccessorExecutor:

@@ -56,6 +56,22 @@ def test_policies_run_the_same_steps_and_are_compared_as_table_json_and_png(mode
     assert load_cost_model(tmp_path / "cost.json").step_ms(BucketKey("mixed", 8, 2), 0) > 0
 
 
+def test_policies_without_time_to_run_are_estimated_from_the_steps_and_times_of_those_that_ran(model, tmp_path, capsys):
+    workload = ["--num-requests", "5", "--input-len", "6", "--output-len", "5", "--arrivals-per-step", "0.5"]
+    sizes = ["--decode-sizes", "2", "--mixed-sizes", "8", "--policies", "explicit", "one_shape", "tuned"]
+    words = [*workload, *sizes, "--time-limit", "0.001", "--max-programs", "2"]
+    outputs = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]
+    assert main(["buckets", "compare", *model, *words, *outputs]) == 0
+    assert "one_shape (estimated)" in capsys.readouterr().out
+    ran, one, tuned = json.loads((tmp_path / "b.json").read_text())["results"]
+    assert [r["is_estimated"] for r in (ran, one, tuned)] == [False, True, True]
+    assert one["num_steps"] == ran["num_steps"] and set(one["steps"]) == {"mixed(T=8, R=2)"}
+    assert one["token_waste"] > ran["token_waste"] and one["compile_s"] is None is one["workspace_bytes"]
+    assert one["tokens_per_s"] * one["total_s"] == pytest.approx(ran["tokens_per_s"] * ran["total_s"])
+    cost = load_cost_model(tmp_path / "b.json")
+    assert min(one["step_ms"].values()) >= cost.step_ms(BucketKey("mixed", 8, 2), 0) > 0
+
+
 def test_an_unknown_policy_is_refused_with_the_list(model, capsys):
     assert main(["buckets", "compare", *model, "--policies", "fibonacci"]) == 1
     assert "'fibonacci' must be one of geometric, powers_of_two" in capsys.readouterr().err

@@ -99,8 +99,11 @@ def test_f01_without_compile_ahead_nothing_is_compiled_at_the_start(folder):
     from jaxvllm.config import EngineArgs
 
     executor = DeviceExecutor(EngineArgs(folder, device="cpu", **SMALL).create_engine_config(8192))
-    executor.initialize()
+    called_by: list[threading.Thread] = []
+    executor.initialize(lambda: called_by.append(threading.current_thread()))
     assert executor.metrics()["num_programs"] == 0
+    assert len(called_by) == 1 and called_by[0] is not threading.main_thread()
+    executor.shutdown()
 
 
 F02_LENGTHS = (5, 16, 17, 31, 33, 1, 64, 2, 48)

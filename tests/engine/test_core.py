@@ -1,15 +1,22 @@
 """EngineCore alone: the pipeline of steps, aborts at awkward times, requests that the scheduler refuses."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
 
+import jaxvllm.core
+from jaxvllm.background import Background
 from jaxvllm.config import EngineConfig, MemoryConfig
 from jaxvllm.core import EngineCore
 from jaxvllm.core_messages import EngineCoreRequest
+from jaxvllm.structured_output.manager import GrammarManager, GrammarTokenizer, make_grammar_tokenizer
+from jaxvllm.tokenizer import Tokenizer
 from scheduler.config import SchedulerConfig
 from scheduler.sampling_params import SamplingParams
+from scheduler.structured_outputs import StructuredOutputsParams
 from tests.engine.fake_executor import SuccessorExecutor
+from tests.engine.tokenizers_fixture import EOS
 
 
 class RecordingExecutor(SuccessorExecutor):
@@ -119,3 +126,49 @@ def test_shutdown_waits_for_every_step_in_flight():
     assert executor.events.count("go") > executor.events.count("wait") > 0
     core.shutdown()
     assert executor.events.count("go") == executor.events.count("wait")
+
+
+class BusyAtStart(SuccessorExecutor):
+    """Calls what is to be done meanwhile as DeviceExecutor does."""
+
+    def initialize(self, meanwhile: Callable[[], None]) -> int:
+        with Background(meanwhile):
+            return super().initialize(meanwhile)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_a_gpu_loads_the_vocabulary_of_grammars_beside_its_start_and_a_cpu_when_it_is_needed(
+    device, model_folder, monkeypatch
+):
+    loads, may_load = [], threading.Event()
+
+    def load() -> GrammarTokenizer:
+        loads.append(threading.current_thread())
+        assert may_load.wait(10)
+        return make_grammar_tokenizer(Tokenizer.from_folder(model_folder), [EOS])
+
+    monkeypatch.setattr(jaxvllm.core, "_make_grammar_manager", lambda model: GrammarManager(load))
+    config = EngineConfig(scheduler=SchedulerConfig(4, 64, 128), memory=MemoryConfig(num_blocks=33), device=device)
+    core = EngineCore(config, BusyAtStart(config))
+    # The core serves although its vocabulary is not there yet.
+    add(core, "plain", [7], max_tokens=3)
+    assert drain(core) == ({"plain": [8, 9, 10]}, {"plain": "length"})
+    assert len(loads) == (device == "gpu")
+    add(core, "structured", [64], max_tokens=3, structured_outputs=StructuredOutputsParams(regex="[A-Z]+"))
+    may_load.set()
+    assert drain(core) == ({"structured": [65, 66, 67]}, {"structured": "length"})
+    assert len(loads) == 1 and loads[0] is not threading.main_thread()
+    core.shutdown()
+
+
+def test_a_vocabulary_that_cannot_be_loaded_ends_the_requests_that_need_it_and_no_other(monkeypatch):
+    def load() -> GrammarTokenizer:
+        raise ValueError("there is no tokenizer")
+
+    monkeypatch.setattr(jaxvllm.core, "_make_grammar_manager", lambda model: GrammarManager(load))
+    config = EngineConfig(scheduler=SchedulerConfig(4, 64, 128), memory=MemoryConfig(num_blocks=33), device="gpu")
+    core = EngineCore(config, BusyAtStart(config))
+    add(core, "structured", [64], max_tokens=3, structured_outputs=StructuredOutputsParams(regex="[A-Z]+"))
+    add(core, "plain", [7], max_tokens=3)
+    assert drain(core) == ({"plain": [8, 9, 10]}, {"plain": "length", "structured": "error"})
+    core.shutdown()

@@ -100,6 +100,26 @@ def test_exception_in_the_core_reaches_the_caller_with_its_cause(model_folder, m
             assert wait_until_gone(core_pid(engine))
 
 
+def test_core_that_has_hung_up_but_not_ended_yet_holds_up_neither_a_request_nor_the_shutdown(model_folder):
+    params = SamplingParams(max_tokens=9)
+    engine = make_engine(model_folder, "fails_at_step_3_and_ends_slowly")
+    engine.llm_engine.add_request("a", [1], params)
+    time.sleep(0.3)
+    assert is_running(core_pid(engine))
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match="the device is on fire"):
+        engine.llm_engine.add_request("b", [1], params)
+    assert time.monotonic() - start < DEATH_S
+    engine.shutdown()
+
+    with make_engine(model_folder, "fails_at_step_3_and_ends_slowly") as engine:
+        with pytest.raises(EngineDeadError, match="the device is on fire"):
+            engine.generate([[1]], params, use_tqdm=False)
+        assert is_running(core_pid(engine))
+        start = time.monotonic()
+    assert time.monotonic() - start < DEATH_S
+
+
 @pytest.mark.parametrize("multiprocess", [True, False])
 def test_error_at_the_start_is_raised_as_the_same_kind(model_folder, multiprocess):
     with pytest.raises(ValueError, match=r"tensor 'model.norm.weight' is missing"):

@@ -70,7 +70,7 @@ def test_an_exported_step_keeps_kernels_and_donation():
     limits = BatchLimits(max_num_seqs=8, max_model_len=64, block_size=16)
     runner = ModelRunner(
         lambda traced: bind(model, traced),
-        param_shapes(param_specs(model), make_mesh(jax.devices()), unstack=True),
+        param_shapes(param_specs(model), make_mesh(jax.devices())),
         RunnerConfig(limits, explicit(8, 256, [8], [256]), spec, 4, CONFIG.vocab_size, "mosaic_gpu"),
     )
     runner.set_num_blocks(9)

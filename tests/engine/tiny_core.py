@@ -3,13 +3,15 @@
 import functools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxvllm.config import EngineConfig, MemoryConfig
 from jaxvllm.core import EngineCore
 from jaxvllm.core_messages import EngineCoreRequest
-from jaxvllm.model_runner import ModelRunner, StepHandle
+from jaxvllm.dispatcher import DispatchedStep, Dispatcher
+from jaxvllm.model_runner import ModelRunner
 from scheduler.batch import BatchLimits
 from scheduler.buckets import explicit
 from scheduler.config import SchedulerConfig
@@ -17,6 +19,7 @@ from scheduler.outputs import SchedulerOutput, TokenLogprobs
 from scheduler.plan import PlanLayout, Planner, StepPlan
 from scheduler.sampling_params import SamplingParams
 from tests.engine import tiny_llama
+from tests.engine.fake_executor import Done
 from tests.engine.logits_processors import favour
 
 LIMITS = BatchLimits(max_num_seqs=16, max_model_len=256, block_size=16, vocab_size=264, processors=(("favour", 2),))
@@ -35,27 +38,39 @@ def shared_runner() -> ModelRunner:
     )
 
 
+@functools.cache
+def shared_dispatcher() -> Dispatcher:
+    return Dispatcher()
+
+
 class TinyExecutor:
-    """Runs steps on the shared runner, from a pool full of NaN: what was never written must never be read."""
+    """Runs steps on the shared runner, from a pool full of NaN: what was never written must never be read.
+
+    It is dispatched as DeviceExecutor does it, for all engines by one thread, so that a new engine finds it idle.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.num_blocks = config.memory.num_blocks or NUM_BLOCKS
         self.planner = Planner(LIMITS, POLICY, config.seed)
         self.plans: list[StepPlan] = []
 
-    def initialize(self) -> int:
+    def initialize(self, meanwhile: Callable[[], None]) -> int:
+        shared_dispatcher().submit(self._reset).wait()
+        return self.num_blocks
+
+    def _reset(self) -> Any:
         runner = shared_runner()
         runner.initialize_kv_cache(NUM_BLOCKS)
         assert runner.kv_cache is not None
         runner.kv_cache = jnp.full_like(runner.kv_cache, jnp.nan).at[:, 0].set(0)
-        return self.num_blocks
+        return Done({}, 0.0, None)
 
-    def execute(self, scheduler_output: SchedulerOutput) -> StepHandle | None:
+    def execute(self, scheduler_output: SchedulerOutput) -> DispatchedStep | None:
         plan = self.planner.build(scheduler_output)
         if plan is None:
             return None
         self.plans.append(plan)
-        return shared_runner().execute(plan)
+        return shared_dispatcher().submit(functools.partial(shared_runner().execute, plan))
 
     def metrics(self) -> dict[str, float]:
         return {}

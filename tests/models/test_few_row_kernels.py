@@ -17,8 +17,8 @@ ROWS = 8
 NO_SOFT_CAP = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 
 
-def lowered_kernels(architecture: str, num_rows: int) -> int:
-    """Kernels in two layers and what surrounds them."""
+def lowered_step(architecture: str, num_rows: int) -> str:
+    """Two layers and what surrounds them."""
     config = config_of(architecture, num_hidden_layers=2, **SIZES, **NO_SOFT_CAP)
     model = get_model_class(architecture)(config, unroll_layers=True)
 
@@ -35,7 +35,7 @@ def lowered_kernels(architecture: str, num_rows: int) -> int:
     arrays = (ints(num_rows), ints(num_rows, 5), ints(num_rows), ints(num_rows + 1), ints(), ints(), ints())
     metadata = AttentionMetadata(*arrays, kind="decode", backend="mosaic_gpu")
     traced = jax.jit(forward, donate_argnums=2).trace(params, ints(num_rows), cache, metadata)
-    return len(KERNEL.findall(traced.lower(lowering_platforms=("cuda",)).as_text()))
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,19 @@ def lowered_kernels(architecture: str, num_rows: int) -> int:
 )
 def test_eight_rows_run_as_kernels_and_more_rows_as_xla_makes_them(architecture, kernels_of_products):
     attention = 2  # the write and the attention; the layers are lowered once, so count one of them
-    assert lowered_kernels(architecture, ROWS) == attention + kernels_of_products
-    assert lowered_kernels(architecture, 2 * ROWS) == attention
+    assert len(KERNEL.findall(lowered_step(architecture, ROWS))) == attention + kernels_of_products
+    assert len(KERNEL.findall(lowered_step(architecture, 2 * ROWS))) == attention
+
+
+def test_kernels_take_the_weights_of_all_layers_and_only_xla_gets_slices():
+    """A slice handed to a kernel costs the host time in every step."""
+    assert "dynamic_slice" not in lowered_step("Qwen3ForCausalLM", ROWS)
+    assert "dynamic_slice" in lowered_step("Qwen3ForCausalLM", 2 * ROWS)
 
 
 def test_a_step_through_the_kernels_is_the_step_of_the_reference():
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = config_of("Qwen3ForCausalLM", **{**SIZES, **sizes, "num_hidden_layers": 1})
+    config = config_of("Qwen3ForCausalLM", **{**SIZES, **sizes, "num_hidden_layers": 2})
     model = get_model_class("Qwen3ForCausalLM")(config, unroll_layers=True)
     params = dummy_params(param_specs(model))
     lens = np.array([5, 16, 31, 0, 0, 0, 0, 0], np.int32)
@@ -62,7 +68,7 @@ def test_a_step_through_the_kernels_is_the_step_of_the_reference():
     tables[:3] = [[1, 0], [2, 0], [3, 4]]
     slots = np.array([16 + 4, 32 + 15, 64 + 14, 0, 0, 0, 0, 0], np.int32)
     starts = np.minimum(np.arange(ROWS + 1), 3).astype(np.int32)
-    shape = (1, 5, 2, config.num_kv_heads, 16, config.head_dim)
+    shape = (2, 5, 2, config.num_kv_heads, 16, config.head_dim)
     cache = np.asarray(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16))
 
     def run(backend):

@@ -11,6 +11,7 @@ from jaxvllm.layers.rope import inverse_frequencies
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.models.registry import MODELS, get_model_class
 from jaxvllm.rope_config import RopeConfig
+from pallas_kernels import LayerSlice
 
 T, R = 13, 3
 
@@ -86,3 +87,13 @@ def test_rope_divisors_of_gguf_files_divide_the_frequencies():
     plain, _ = inverse_frequencies(RopeConfig(theta=500.0), 10)
     divided, _ = inverse_frequencies(RopeConfig(theta=500.0, frequency_divisors=divisors), 10)
     np.testing.assert_allclose(divided * np.array(divisors), plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_xla_does_not_know_the_layer_of_a_small_weight_and_makes_one_kernel_for_all_layers(is_small):
+    width = 512 if is_small else 1 << 16
+    stack = jax.ShapeDtypeStruct((3, width), jnp.float32)
+    taken = jax.make_jaxpr(lambda stack: LayerSlice(stack, jnp.int32(1)).take())(stack)
+    assert ("optimization_barrier" in str(taken)) == is_small
+    values = np.arange(3 * width, dtype=np.float32).reshape(3, width)
+    np.testing.assert_array_equal(jax.jit(lambda s: LayerSlice(s, jnp.int32(1)).take())(values), values[1])

@@ -1,4 +1,4 @@
-"""The norm, rotation and KV write of merged qkv, on every backend that a CPU runs, against a float64 oracle."""
+"""The norm, rotation and KV write of merged qkv, on every backend, against a float64 oracle."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import HeadNorm, cache_head_dim, rope_and_write_kv
+from pallas_kernels import HeadNorm, LayerSlice, cache_head_dim, rope_and_write_kv
 
-BACKENDS = ("reference", "mosaic_gpu_interpret")
+KERNELS = ("mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu))
+BACKENDS = ("reference", *KERNELS)
 NUM_BLOCKS, BLOCK_SIZE, LAYER = 7, 16, 1
 
 
@@ -147,15 +148,32 @@ def test_an_8_bit_cache_holds_keys_and_values_over_their_scales_clipped_to_its_r
     np.testing.assert_array_equal(got, np.asarray(jnp.asarray(want, jnp.float32).astype(FP8).astype(jnp.float32)))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_norms_of_one_layer_are_found_among_those_of_all(backend):
+    case = make_case(5, 2, 3, 64)
+    args = (jnp.asarray(case.qkv, jnp.bfloat16), jnp.asarray(case.kv_cache, jnp.bfloat16), case.slots)
+    weights = [jnp.asarray(w, jnp.bfloat16) for w in (case.norm.q_weight, case.norm.k_weight)]
+
+    def run(qkv, kv_cache, slots, layer, weights):
+        norm = HeadNorm(*(LayerSlice(jnp.stack([jnp.nan * w, w]), layer) for w in weights), eps=case.norm.eps)
+        return rope_and_write_kv(qkv, kv_cache, slots, layer, rope=case.rope, norm=norm, backend=backend)
+
+    got = jax.jit(run)(*args, jnp.int32(LAYER), weights)
+    for one, plain in zip(got, case.run(backend), strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float64)[: case.num_tokens], plain[: case.num_tokens])
+
+
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(80, jnp.bfloat16), (64, jnp.float16), (128, jnp.float16)])
-def test_the_kernel_writes_what_the_reference_writes(head_dim, dtype):
+def test_the_kernel_writes_what_the_reference_writes(head_dim, dtype, backend):
     case = make_case(5, 2, 3, head_dim)
     cache_dim = cache_head_dim(head_dim)
     kv_cache = np.pad(case.kv_cache, [(0, 0)] * 5 + [(0, cache_dim - head_dim)])
     norm = HeadNorm(*(jnp.asarray(w, dtype) for w in (case.norm.q_weight, case.norm.k_weight)), eps=1e-3)
     args = (jnp.asarray(case.qkv, dtype), jnp.asarray(kv_cache, dtype), case.slots, jnp.int32(LAYER))
     results = [
-        jax.jit(partial(rope_and_write_kv, backend=backend))(*args, rope=case.rope, norm=norm) for backend in BACKENDS
+        jax.jit(partial(rope_and_write_kv, backend=of))(*args, rope=case.rope, norm=norm)
+        for of in ("reference", backend)
     ]
     (want_q, want), (got_q, got) = ([np.asarray(x, np.float64) for x in result] for result in results)
     block, offset = np.divmod(case.slots[: case.num_tokens], BLOCK_SIZE)

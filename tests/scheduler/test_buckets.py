@@ -36,7 +36,7 @@ def test_every_legal_step_gets_the_cheapest_bucket_that_holds_it(seqs, tokens):
                 assert key == min(fitting, key=lambda k: (k.T + policy.row_cost_tokens * k.R, k))
             if num_tokens <= seqs:
                 key = policy.select("decode", num_tokens, num_tokens)
-                assert key in keys and num_tokens <= key.T and (key.kind == "mixed" or key.R == key.T)
+                assert key in keys and num_tokens <= min(key.T, key.R) and (key.kind == "mixed" or key.R == key.T)
 
 
 @pytest.mark.parametrize("seqs", [256, 512, 1024])
@@ -59,12 +59,24 @@ def test_a_step_above_the_limits_is_refused():
 def test_sizes_that_do_not_cover_the_limits_are_refused():
     with pytest.raises(ValueError, match="max_num_batched_tokens=512"):
         explicit(16, 512, [16], [64, 256])
-    with pytest.raises(ValueError, match="max_num_seqs=16"):
-        explicit(16, 512, [8], [512])
     with pytest.raises(ValueError, match="must have 16 rows, for max_num_seqs"):
         BucketPolicy("hand", 16, 512, (16,), ((512, 4),))
     with pytest.raises(ValueError, match="ascending"):
         BucketPolicy("hand", 16, 512, (16, 4), ((512, 16),))
+
+
+def test_a_decode_step_runs_in_a_mixed_bucket_if_that_is_smaller_or_no_decode_bucket_holds_it():
+    policy = BucketPolicy("hand", 64, 512, (8, 48), ((16, 16), (128, 64), (512, 64)))
+    chosen = {n: policy.select("decode", n, n) for n in (8, 9, 16, 17, 48, 49)}
+    assert chosen == {
+        8: BucketKey("decode", 8, 8),
+        9: BucketKey("mixed", 16, 16),
+        16: BucketKey("mixed", 16, 16),
+        17: BucketKey("decode", 48, 48),
+        48: BucketKey("decode", 48, 48),
+        49: BucketKey("mixed", 128, 64),
+    }
+    assert BucketPolicy("hand", 8, 16, (8,), ((8, 8), (16, 8))).select("decode", 8, 8).kind == "decode"
 
 
 def test_padding_waste_counts_pads_over_what_is_computed():

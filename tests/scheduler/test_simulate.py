@@ -125,9 +125,6 @@ def test_a_cost_model_is_fitted_interpolated_and_read(tmp_path: Path):
     ]
     path.write_text(json.dumps({"samples": rows}))
     assert load_cost_model(path).bucket_ms == pytest.approx(model.bucket_ms)
-    means = [{"step_ms": {str(DECODE_1): 9.0, str(MIXED_16): 90.0}}, {"step_ms": {str(DECODE_1): 11.0}}]
-    path.write_text(json.dumps({"device": "cpu", "results": means}))
-    assert load_cost_model(path).bucket_ms == pytest.approx({DECODE_1: 10.0, MIXED_16: 90.0})
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"cost\.json holds no step times"):
         load_cost_model(path)

@@ -7,7 +7,7 @@ import pytest
 
 from scheduler.buckets import BucketKey, StepShape, powers_of_two
 from scheduler.cost_model import CostModel, StepSample, fit
-from scheduler.tuning import TuningOptions, _best_sizes, _line, tune
+from scheduler.tuning import TuningOptions, _choose, tune
 
 
 def cost_table(ms_per_row: float = 0.001) -> CostModel:
@@ -29,23 +29,20 @@ def steps_of(seed: int, max_reqs: int = 256) -> dict[StepShape, int]:
     return steps
 
 
-def test_the_sizes_of_a_line_are_the_best_of_all_choices():
-    rng = np.random.default_rng(0)
-    steps = {StepShape("decode", int(n), 1): int(c) for n, c in zip(rng.integers(1, 90, 40), rng.integers(1, 9, 40))}  # noqa: B905
-    line = _line(steps, 89, 9, 0.7)
-    ms = 1 + np.sort(rng.random(len(line.sizes)))
-    for k, choice in enumerate(_best_sizes(line, ms, 5)):
-        if k == 0:
-            assert choice is None
-            continue
-        costs = []
-        for others in combinations(range(len(line.sizes) - 1), k - 1):
-            ends = [*others, len(line.sizes) - 1]
-            starts = [0, *(end + 1 for end in ends[:-1])]
-            pieces = zip(starts, ends, strict=True)
-            costs.append(sum(line.counts[start : end + 1].sum() * ms[end] for start, end in pieces))
-        assert choice is not None and choice[0] == pytest.approx(min(costs))
-        assert choice[1][-1] == 89 and len(choice[1]) == k
+@pytest.mark.parametrize("seed", range(20))
+def test_the_buckets_chosen_cost_hardly_more_than_the_best_choice_there_is(seed: int):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 60, (14, 2))  # T and R of 14 candidates; the last one holds everything
+    sizes[-1] = 60
+    demands = rng.integers(1, 60, (40, 2))
+    holds = (sizes >= demands[:, None]).all(axis=2)
+    charges = np.where(holds, 5 + sizes[:, 0] + 0.3 * sizes[:, 1], np.inf) * rng.integers(1, 9, (40, 1))
+    for budget in (1, 2, 4, 6):
+        chosen = _choose(charges, budget, always=13)
+        assert chosen[0] == 13 and len(set(chosen)) == len(chosen) <= budget
+        total = charges[:, chosen].min(axis=1).sum()
+        others = combinations(range(13), budget - 1)
+        assert total <= 1.02 * min(charges[:, [13, *other]].min(axis=1).sum() for other in others)
 
 
 @pytest.mark.parametrize("budget", [2, 3, 5, 13, 24])
@@ -90,10 +87,32 @@ def test_few_rows_are_used_where_rows_are_dear_and_not_where_they_are_free():
     assert rows[0.02] == {16} and len(rows[0.0]) <= len(rows[0.02])
 
 
-def test_what_the_trace_does_not_have_gets_sizes_too():
+def test_no_state_that_the_trace_does_not_have_costs_many_times_more_than_it_must():
+    """As a burst of requests would bring: with everything left to the largest bucket, its steps would take 12 times as
+    long."""
     steps = {StepShape("mixed", 1000 + n, 5): 50 for n in range(20)} | {StepShape("decode", 5, 5): 1000}
-    with_prior = tune(steps, cost_table(0.01), 256, 4096, TuningOptions(max_programs=24, prior_share=0.05))
-    assert with_prior.select("mixed", 300, 200).T < 1024 and with_prior.select("decode", 100, 100).T < 256
+    cost = cost_table()
+
+    def worst(prior_share: float) -> float:
+        policy = tune(steps, cost, 256, 4096, TuningOptions(max_programs=16, prior_share=prior_share))
+        ratios = []
+        for num_tokens in (40, 100, 250, 300, 700, 1500, 3000):
+            for num_reqs in (n for n in (1, 20, 60, 130, 250) if n <= num_tokens):
+                best = cost.step_ms(BucketKey("mixed", num_tokens, num_reqs), 0)
+                ratios.append(cost.step_ms(policy.select("mixed", num_tokens, num_reqs), 0) / best)
+            if num_tokens <= 256:
+                best = cost.step_ms(BucketKey("decode", num_tokens, num_tokens), 0)
+                ratios.append(cost.step_ms(policy.select("decode", num_tokens, num_tokens), 0) / best)
+        return max(ratios)
+
+    assert worst(0.0) > 5
+    assert worst(0.03) < 2.5
+
+
+def test_decode_steps_share_mixed_buckets_where_that_saves_a_program():
+    steps = {StepShape("decode", 9, 9): 1000, StepShape("decode", 250, 250): 1, StepShape("mixed", 256, 256): 100}
+    policy = tune(steps, cost_table(), 256, 4096, TuningOptions(max_programs=3, prior_share=0.0))
+    assert policy.decode_sizes == (16,) and policy.select("decode", 250, 250) == BucketKey("mixed", 256, 256)
 
 
 def test_bad_input_is_refused():
@@ -108,3 +127,10 @@ def test_the_cost_of_rows_is_told_from_the_cost_of_tokens():
     cost = fit(StepSample(key, 0, 1 + 0.002 * key.T + 0.01 * key.R) for key in keys)
     assert cost.step_ms(BucketKey("mixed", 1000, 32), 0) == pytest.approx(1 + 2.0 + 0.32)
     assert cost.step_ms(BucketKey("mixed", 512, 64), 0) == pytest.approx(1 + 1.024 + 0.64)
+
+
+def test_the_cost_of_rows_is_found_between_the_tokens_of_two_other_buckets():
+    few = [BucketKey("mixed", T, 16) for T in (64, 256, 1024)]
+    many = [BucketKey("mixed", T, 128) for T in (300, 700)]
+    cost = fit(StepSample(key, 0, 1 + 0.002 * key.T + 0.01 * key.R) for key in [*few, *many])
+    assert cost.step_ms(BucketKey("mixed", 500, 64), 0) == pytest.approx(1 + 1.0 + 0.64)
