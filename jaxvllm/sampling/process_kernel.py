@@ -1,7 +1,7 @@
 """Changing logits on a GPU: one kernel, in which each row applies what its own request asks and leaves the rest alone.
 
-vLLM's order, in place: allowed ids, bad words, stop ids before min_tokens, bias, penalties, grammar (processors.py says why
-the grammar may come last). Penalties touch the tokens that occur and no others. A second kernel writes what the
+vLLM's order, in place: allowed ids, bad words, stop ids before min_tokens, bias, penalties, grammar (processors.py says
+why the grammar may come last). Penalties touch the tokens that occur and no others. A second kernel writes what the
 thinking budget forces, behind custom processors.
 
 Letters: R rows of the step  N persistent rows  V vocab
