@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class SamplingProgram:
     """A program behind a step of R rows, where the most likely tokens are not all that is wanted: see jaxvllm.step."""
 
-    kind: Literal["process", "sample"]
+    kind: Literal["mask", "process", "sample"]
     R: int
 
     def __str__(self) -> str:

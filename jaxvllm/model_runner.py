@@ -29,6 +29,7 @@ from jaxvllm.step import (
     admit_lists_step,
     admit_step,
     make_logprobs,
+    make_mask,
     make_process,
     make_sample,
     make_step,
@@ -171,7 +172,7 @@ class ModelRunner:
         buckets = self.config.policy.keys()
         keys: list[ProgramKey] = list(buckets)
         for num_rows in sorted({bucket.R for bucket in buckets}):
-            keys += [SamplingProgram("process", num_rows), SamplingProgram("sample", num_rows)]
+            keys += [SamplingProgram(kind, num_rows) for kind in ("mask", "process", "sample")]
         if self.config.limits.max_num_seqs > ADMITS_PER_STEP:
             keys.append("admit")
         if self.config.limits.vocab_size:
@@ -221,15 +222,13 @@ class ModelRunner:
 
     def _sample(self, output: StepOutput, plan: StepPlan) -> tuple[jax.Array, jax.Array]:
         """Dispatch what chooses the tokens of the step just dispatched; ids and logprobs."""
-        state, processed = self.device_state, output.logits
+        state, logits, get, num_rows = self.device_state, output.logits, self.programs.get, plan.key.R
         assert state is not None
         rows = (output.rows, state.records, state.token_lists, state.token_ids)
-        if plan.has_processing:
-            processed = self.programs.get(SamplingProgram("process", plan.key.R))(
-                output.logits, *rows, state.grammar_masks
-            )
-        sample = self.programs.get(SamplingProgram("sample", plan.key.R))
-        token_ids, logprobs, token_store = sample(output.logits, processed, *rows)
+        if plan.has_grammar:
+            logits = get(SamplingProgram("mask", num_rows))(logits, *rows, state.grammar_masks)
+        processed = get(SamplingProgram("process", num_rows))(logits, *rows) if plan.has_processing else logits
+        token_ids, logprobs, token_store = get(SamplingProgram("sample", num_rows))(logits, processed, *rows)
         self.device_state = replace(state, token_ids=token_store)
         return token_ids, logprobs
 
@@ -291,8 +290,10 @@ class ModelRunner:
             shape = (key.R, config.vocab_size)
             logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._replicated)
             rows = (self._host_array(3, key.R), state.records, state.token_lists, state.token_ids)
+            if key.kind == "mask":
+                return make_mask(config.backend), (logits, *rows, state.grammar_masks)
             if key.kind == "process":
-                return make_process(config.processors, config.backend), (logits, *rows, state.grammar_masks)
+                return make_process(config.processors, config.backend), (logits, *rows)
             return make_sample(config.backend), (logits, logits, *rows)
         layout = PlanLayout.make(key, config.limits)
         pool = config.kv_cache
@@ -310,8 +311,9 @@ class ModelRunner:
         if self.config.store is not None:
             step.__name__ += f"_{self._fingerprint(key)[:8]}"
         if isinstance(key, SamplingProgram):
-            donated = () if key.kind == "process" else (len(args) - 1,)  # token_ids, which the tokens are entered into
-            return jax.jit(step, donate_argnums=donated, out_shardings=self._replicated).lower(*args)
+            # Logits, which are masked in place; token_ids, which the tokens are entered into.
+            donated = {"mask": (0,), "process": (), "sample": (len(args) - 1,)}
+            return jax.jit(step, donate_argnums=donated[key.kind], out_shardings=self._replicated).lower(*args)
         out_shardings = (self._replicated, self._pool_sharding, self._replicated)
         return jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(*args)
 

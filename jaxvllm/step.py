@@ -1,8 +1,9 @@
 """The programs of a step: unpack, update the rows, forward, logits of R rows, the most likely tokens, remember them.
 
-Where a request wants more than that, two programs for the number of rows follow, and the second one's tokens replace
-those of the first: `process` changes logits, `sample` chooses tokens and gives logprobs. They are no part of the step:
-XLA prepares all branches of a program each time it runs, taken or not, and compiles them again for every bucket.
+Where a request wants more than that, programs for the number of rows follow: `mask` and `process` if some request's
+logits are to be changed, and `sample`, which chooses tokens, in the place of those of the step, and gives logprobs.
+They are no part of the step: XLA prepares all branches of a program each time it runs, taken or not, and would compile
+them again for every bucket.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +17,15 @@ import jax.numpy as jnp
 from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.device_state import DeviceState
 from jaxvllm.layers.parameter import Weight
-from jaxvllm.sampling import LogitsProcessor, SamplingRows, greedy, position_logprobs, process_logits, sample
+from jaxvllm.sampling import (
+    LogitsProcessor,
+    SamplingRows,
+    greedy,
+    mask_grammar,
+    position_logprobs,
+    process_logits,
+    sample,
+)
 from pallas_kernels import Backend
 from scheduler.buckets import BucketKey
 from scheduler.logprob_plan import POSITION_FIELDS
@@ -97,6 +106,23 @@ def make_step(
     return step
 
 
+def make_mask(backend: Backend) -> Callable[..., jax.Array]:
+    """The program that applies grammars.
+
+    Args:
+      backend: of the attention ops.
+
+    Returns:
+      mask(logits f32[R, V], rows i32[3, R], records, token_lists, token_ids, grammar_masks) -> f32[R, V], in the place
+      of the logits, which are to be donated; the last four are the device state's.
+    """
+
+    def mask(logits: jax.Array, step_rows: jax.Array, *state: jax.Array) -> jax.Array:
+        return mask_grammar(logits, SamplingRows.of_step(step_rows, *state), backend)
+
+    return mask
+
+
 def make_process(processors: tuple[LogitsProcessor, ...], backend: Backend) -> Callable[..., jax.Array]:
     """The program that changes a step's logits as its requests ask.
 
@@ -105,8 +131,8 @@ def make_process(processors: tuple[LogitsProcessor, ...], backend: Backend) -> C
       backend: of the attention ops.
 
     Returns:
-      process(logits f32[R, V], rows i32[3, R], records, token_lists, token_ids, grammar_masks) -> f32[R, V]; the last
-      four are the device state's.
+      process(logits f32[R, V], rows i32[3, R], records, token_lists, token_ids) -> f32[R, V]; the last three are the
+      device state's.
     """
 
     def process(logits: jax.Array, step_rows: jax.Array, *state: jax.Array) -> jax.Array:

@@ -101,7 +101,8 @@ class StepPlan:
       history: i32[HISTORY_PIECES_PER_CALL, HISTORY_HEADER, HISTORY_PIECE tokens] buffers, likewise.
       logprobs: what the step gives beside tokens; None: nothing.
       is_plain: the most likely token is all that its requests want of it.
-      has_processing: some request's logits are changed before a token is chosen.
+      has_grammar: a grammar masks some request's logits.
+      has_processing: some request's logits are changed otherwise before a token is chosen.
       request_ids: of the real rows, in row order.
       needs_sample: bool[num_reqs] rows that sample a token; the others end in the middle of their prompt.
       num_reqs, num_tokens: real sizes.
@@ -119,6 +120,7 @@ class StepPlan:
     history: list[np.ndarray] = field(default_factory=list)
     logprobs: LogprobPlan | None = None
     is_plain: bool = True
+    has_grammar: bool = False
     has_processing: bool = False
 
 
@@ -190,7 +192,7 @@ class Planner:
         overflow = _fill_changes(fields, changes, self.batch)
         fields["header"][:] = (num_tokens, num_reqs, step.num_decodes, len(changes.admitted), len(changes.appends))
         mask_writes = _mask_writes(scheduler_output.grammar_masks, self.batch)
-        is_plain, has_processing = _sampling(self.batch, step, needs_sample)
+        is_plain, has_grammar, has_processing = _sampling(self.batch, step, needs_sample)
         return StepPlan(
             key,
             buffer,
@@ -203,6 +205,7 @@ class Planner:
             *(side_buffers(changes, self.batch) if changes.admitted else ([], [])),
             logprobs,
             is_plain,
+            has_grammar,
             has_processing,
         )
 
@@ -330,15 +333,16 @@ def _fill_rows(fields: dict[str, np.ndarray], step: StepRows, num_tokens: int) -
     return needs_sample
 
 
-def _sampling(batch: Batch, step: StepRows, needs_sample: np.ndarray) -> tuple[bool, bool]:
-    """See StepPlan.is_plain and has_processing."""
+def _sampling(batch: Batch, step: StepRows, needs_sample: np.ndarray) -> tuple[bool, bool, bool]:
+    """See StepPlan.is_plain, has_grammar and has_processing."""
     if not batch.wants_sampling:
-        return True, False
+        return True, False, False
     rows = step.rows[needs_sample]
     if batch.wants_sampling.isdisjoint(rows.tolist()):
-        return True, False
+        return True, False, False
     seq_lens = (step.num_computed + step.num_scheduled)[needs_sample]
-    return False, bool((seq_lens < batch.processed_until[rows]).any())
+    has_processing = bool((seq_lens < batch.processed_until[rows]).any())
+    return False, bool(batch.has_grammar[rows].any()), has_processing
 
 
 def _fill_changes(fields: dict[str, np.ndarray], changes: BatchChanges, batch: Batch) -> list[np.ndarray]:

@@ -7,7 +7,7 @@ top_p, draw. A draw depends on the row's logits, parameters and output index onl
 from jaxvllm.sampling.custom import LogitsProcessor, load_logits_processors
 from jaxvllm.sampling.draw import greedy
 from jaxvllm.sampling.noise import gumbel_noise
-from jaxvllm.sampling.processors import process_logits
+from jaxvllm.sampling.processors import mask_grammar, process_logits
 from jaxvllm.sampling.rows import SamplingRows
 from jaxvllm.sampling.sampler import position_logprobs, sample
 from jaxvllm.sampling.thresholds import kept_tokens
@@ -19,6 +19,7 @@ __all__ = [
     "gumbel_noise",
     "kept_tokens",
     "load_logits_processors",
+    "mask_grammar",
     "position_logprobs",
     "process_logits",
     "sample",

@@ -1,8 +1,8 @@
 """Changing logits on a GPU: one kernel, in which each row applies what its own request asks and leaves the rest alone.
 
-vLLM's order, in place: allowed ids, bad words, stop ids before min_tokens, bias, penalties, grammar (processors.py says
-why the grammar may come last). Penalties touch the tokens that occur and no others. A second kernel writes what the
-thinking budget forces, behind custom processors.
+vLLM's order, in place: allowed ids, bad words, stop ids before min_tokens, bias, penalties. Penalties touch the tokens
+that occur and no others. Kernels of their own apply grammars, before, and what the thinking budget forces, behind
+custom processors.
 
 Letters: R rows of the step  N persistent rows  V vocab
 """
@@ -26,6 +26,7 @@ from scheduler.sampling_params import MAX_LISTED_IDS, MAX_THINK_IDS
 from scheduler.token_lists import MAX_MASKED_IDS, ListField
 
 _CHUNK = 1024  # tokens of a row or of its history at a time
+_CHUNKS_PER_PART = 16  # of a row whose grammar is applied
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,17 @@ class _Row:
     vocab_size: int
     interpret: bool
 
-    def int(self, column: RecordField) -> jax.Array:
+    def integer(self, column: RecordField) -> jax.Array:
         return self.records[self.number, int(column)]
 
-    def float(self, column: RecordField) -> jax.Array:
-        return lax.bitcast_convert_type(self.int(column), jnp.float32)
+    def number_of(self, column: RecordField) -> jax.Array:
+        return lax.bitcast_convert_type(self.integer(column), jnp.float32)
 
     @property
     def num_prompt_tokens(self) -> jax.Array:
-        return self.int(RecordField.NUM_PROMPT_TOKENS)
+        return self.integer(RecordField.NUM_PROMPT_TOKENS)
 
-    def list(self, start: int, length: int, count: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def listed(self, start: int, length: int, count: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`count` entries: lanes, values, which of them are there."""
         lanes = jnp.arange(pl.next_power_of_2(length))
         is_there = lanes < count
@@ -74,31 +75,28 @@ class _Row:
 
 
 def edit_logits(logits: jax.Array, rows: SamplingRows, *, interpret: bool = False) -> jax.Array:
-    """Apply all that the rows ask for but custom processors and the thinking budget; f32[R, V] to f32[R, V]."""
+    """Apply all that the rows ask for but grammars, custom processors and thinking budgets; f32[R, V] to f32[R, V]."""
     num_rows, vocab_size = logits.shape
-    masks = rows.grammar_masks if rows.grammar_masks.size else jnp.zeros((1, 1), jnp.int32)
 
     def kernel(
         _: Ref, records: Ref, seq_lens: Ref, needs_sample: Ref, places: Ref, token_ids: Ref, token_lists: Ref,
-        masks: Ref, out: Ref, words: Ref, scratch: Ref,
+        out: Ref, words: Ref, scratch: Ref,
     ) -> None:  # fmt: skip
         number = pl.program_id(0)
         is_wanted = needs_sample[number] != 0
         place = jnp.where(is_wanted, places[number], 0)
         row = _Row(number, place, seq_lens[number], records, token_ids, token_lists, vocab_size, interpret)
         num_outputs = row.seq_len - row.num_prompt_tokens
-        is_held_back = (num_outputs < row.int(RecordField.MIN_TOKENS)) & (row.int(RecordField.NUM_STOP_IDS) > 0)
-        has_repetition = row.float(RecordField.REPETITION_PENALTY) != 1
-        has_penalties = has_repetition | (row.float(RecordField.FREQUENCY_PENALTY) != 0)
-        has_penalties |= row.float(RecordField.PRESENCE_PENALTY) != 0
+        is_held_back = (num_outputs < row.integer(RecordField.MIN_TOKENS)) & (row.integer(RecordField.NUM_STOP_IDS) > 0)
+        has_repetition = row.number_of(RecordField.REPETITION_PENALTY) != 1
+        has_penalties = has_repetition | (row.number_of(RecordField.FREQUENCY_PENALTY) != 0)
+        has_penalties |= row.number_of(RecordField.PRESENCE_PENALTY) != 0
 
-        pl.when(is_wanted & (row.int(RecordField.NUM_ALLOWED_IDS) > 0))(lambda: _keep_allowed(row, out))
-        pl.when(is_wanted & (row.int(RecordField.NUM_BAD_WORD_IDS) > 0))(lambda: _mask_bad_words(row, out, scratch))
+        pl.when(is_wanted & (row.integer(RecordField.NUM_ALLOWED_IDS) > 0))(lambda: _keep_allowed(row, out))
+        pl.when(is_wanted & (row.integer(RecordField.NUM_BAD_WORD_IDS) > 0))(lambda: _mask_bad_words(row, out, scratch))
         pl.when(is_wanted & is_held_back)(lambda: _hold_back(row, out))
-        pl.when(is_wanted & (row.int(RecordField.NUM_BIAS_IDS) > 0))(lambda: _add_bias(row, out))
+        pl.when(is_wanted & (row.integer(RecordField.NUM_BIAS_IDS) > 0))(lambda: _add_bias(row, out))
         pl.when(is_wanted & has_penalties)(lambda: _penalise(row, out, words, has_repetition))
-        if rows.grammar_masks.size:
-            pl.when(is_wanted & (row.int(RecordField.HAS_GRAMMAR) == 1))(lambda: _mask_grammar(row, out, masks))
 
     outputs = (
         jax.ShapeDtypeStruct(logits.shape, jnp.float32),
@@ -106,13 +104,13 @@ def edit_logits(logits: jax.Array, rows: SamplingRows, *, interpret: bool = Fals
         jax.ShapeDtypeStruct((num_rows, MAX_LISTED_IDS), jnp.int32),
     )
     args = (rows.records, rows.seq_lens, rows.needs_sample.astype(jnp.int32), rows.rows, rows.token_ids)
-    args = (logits, *args, rows.token_lists, masks)
+    args = (logits, *args, rows.token_lists)
     return call_kernel(kernel, (num_rows,), outputs, *args, aliases={0: 0}, interpret=interpret)[0]
 
 
 def _keep_allowed(row: _Row, out: Ref) -> None:
-    count = row.int(RecordField.NUM_ALLOWED_IDS)
-    _, ids, is_listed = row.list(ListField.ALLOWED_IDS, MAX_LISTED_IDS, count)
+    count = row.integer(RecordField.NUM_ALLOWED_IDS)
+    _, ids, is_listed = row.listed(ListField.ALLOWED_IDS, MAX_LISTED_IDS, count)
     is_listed &= ids < row.vocab_size
     kept = triton.load(out.at[row.number, ids], mask=is_listed, other=-jnp.inf)
     row.wait()
@@ -128,9 +126,9 @@ def _keep_allowed(row: _Row, out: Ref) -> None:
 
 def _mask_bad_words(row: _Row, out: Ref, scratch: Ref) -> None:
     """See processors.bad_word_ids."""
-    count = row.int(RecordField.NUM_BAD_WORD_IDS)
-    lanes, ids, is_listed = row.list(ListField.BAD_WORD_IDS, MAX_LISTED_IDS, count)
-    _, places, _ = row.list(ListField.BAD_WORD_PLACES, MAX_LISTED_IDS, count)
+    count = row.integer(RecordField.NUM_BAD_WORD_IDS)
+    lanes, ids, is_listed = row.listed(ListField.BAD_WORD_IDS, MAX_LISTED_IDS, count)
+    _, places, _ = row.listed(ListField.BAD_WORD_PLACES, MAX_LISTED_IDS, count)
     is_last = places <= 0
     positions = row.seq_len - places
     is_output = positions >= row.num_prompt_tokens
@@ -146,17 +144,17 @@ def _mask_bad_words(row: _Row, out: Ref, scratch: Ref) -> None:
 
 
 def _hold_back(row: _Row, out: Ref) -> None:
-    count = row.int(RecordField.NUM_STOP_IDS)
-    _, ids, is_listed = row.list(ListField.STOP_IDS, MAX_MASKED_IDS, count)
+    count = row.integer(RecordField.NUM_STOP_IDS)
+    _, ids, is_listed = row.listed(ListField.STOP_IDS, MAX_MASKED_IDS, count)
     is_token = is_listed & (ids >= 0) & (ids < row.vocab_size)
     row.store(out, ids, -jnp.inf, is_token)
     row.wait()
 
 
 def _add_bias(row: _Row, out: Ref) -> None:
-    count = row.int(RecordField.NUM_BIAS_IDS)
-    _, ids, is_listed = row.list(ListField.BIAS_IDS, MAX_LISTED_IDS, count)
-    _, bias, _ = row.list(ListField.BIAS_VALUES, MAX_LISTED_IDS, count)
+    count = row.integer(RecordField.NUM_BIAS_IDS)
+    _, ids, is_listed = row.listed(ListField.BIAS_IDS, MAX_LISTED_IDS, count)
+    _, bias, _ = row.listed(ListField.BIAS_VALUES, MAX_LISTED_IDS, count)
     is_listed &= ids < row.vocab_size
     old = triton.load(out.at[row.number, ids], mask=is_listed, other=0.0)
     row.store(out, ids, old + lax.bitcast_convert_type(bias, jnp.float32), is_listed)
@@ -188,7 +186,7 @@ def _penalise(row: _Row, out: Ref, words: Ref, has_repetition: jax.Array) -> Non
         is_taken = is_real & (word > 0)
         old = triton.load(out.at[row.number, ids], mask=is_taken, other=0.0)
         columns = (RecordField.REPETITION_PENALTY, RecordField.FREQUENCY_PENALTY, RecordField.PRESENCE_PENALTY)
-        new = penalised(old, word, *(row.float(column) for column in columns))
+        new = penalised(old, word, *(row.number_of(column) for column in columns))
         row.store(out, ids, new, is_taken)
 
     over_history(clear)
@@ -217,13 +215,30 @@ def _take(row: _Row, words: Ref, ids: jax.Array, is_real: jax.Array) -> jax.Arra
     return triton.atomic_xchg(words, (row.number, ids), jnp.zeros(_CHUNK, jnp.int32), mask=is_real)
 
 
-def _mask_grammar(row: _Row, out: Ref, masks: Ref) -> None:
-    def mask(ids: jax.Array, is_real: jax.Array) -> None:
-        bits = triton.load(masks.at[row.place, ids >> 5], mask=is_real, other=0)
-        is_forbidden = (bits >> (ids & 31)) & 1 == 0
-        row.store(out, ids, -jnp.inf, is_real & is_forbidden)
+def mask_grammar(logits: jax.Array, rows: SamplingRows, *, interpret: bool = False) -> jax.Array:
+    """-inf at the tokens that a row's grammar does not allow, in place; f32[R, V]."""
+    num_rows, vocab_size = logits.shape
+    parts = pl.cdiv(vocab_size, _CHUNK * _CHUNKS_PER_PART)
 
-    _over_chunks(jnp.int32(0), jnp.int32(row.vocab_size), mask)
+    def kernel(_: Ref, is_masked: Ref, places: Ref, masks: Ref, out: Ref) -> None:
+        number, part = pl.program_id(0), pl.program_id(1)
+
+        @pl.when(is_masked[number] != 0)
+        def _() -> None:
+            place = places[number]
+
+            def mask(ids: jax.Array, is_real: jax.Array) -> None:
+                bits = triton.load(masks.at[place, ids >> 5], mask=is_real, other=0)
+                is_forbidden = is_real & ((bits >> (ids & 31)) & 1 == 0)
+                ids = jnp.where(is_forbidden, ids, vocab_size)
+                triton.store(out.at[number, ids], jnp.full(_CHUNK, -jnp.inf), mask=is_forbidden)
+
+            start = part * (_CHUNK * _CHUNKS_PER_PART)
+            _over_chunks(start, jnp.minimum(start + _CHUNK * _CHUNKS_PER_PART, vocab_size), mask)
+
+    args = (logits, (rows.has_grammar & rows.needs_sample).astype(jnp.int32), rows.rows, rows.grammar_masks)
+    outputs = jax.ShapeDtypeStruct(logits.shape, jnp.float32)
+    return call_kernel(kernel, (num_rows, parts), outputs, *args, aliases={0: 0}, interpret=interpret)
 
 
 def _over_chunks(start: jax.Array, end: jax.Array, visit: Callable[[jax.Array, jax.Array], None]) -> None:
@@ -248,7 +263,7 @@ def force_tokens(logits: jax.Array, rows: SamplingRows, *, interpret: bool = Fal
         is_wanted = needs_sample[number] != 0
         place = jnp.where(is_wanted, places[number], 0)
         row = _Row(number, place, seq_lens[number], records, token_ids, token_lists, vocab_size, interpret)
-        budget = row.int(RecordField.THINKING_BUDGET)
+        budget = row.integer(RecordField.THINKING_BUDGET)
 
         @pl.when(is_wanted & (budget >= 0))
         def _() -> None:

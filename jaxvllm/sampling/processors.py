@@ -1,8 +1,8 @@
 """What changes a row's logits before a token is chosen.
 
-vLLM's order (SEMANTICS 2.9): grammar, allowed ids, bad words, stop ids before min_tokens, bias, penalties, thinking
-budget. Masks are -inf, which bias and penalties leave as it is, so here they may come last; the rest keeps its order.
-Custom processors see what these leave.
+vLLM's order (SEMANTICS 2.9): grammar, and logprobs are of what it leaves; then allowed ids, bad words, stop ids before
+min_tokens, bias, penalties, thinking budget. Masks are -inf, which bias and penalties leave as it is, so some come
+later here. Custom processors see what these leave.
 
 Letters: R rows  V vocab
 """
@@ -30,7 +30,7 @@ def process_logits(
     processors: tuple[LogitsProcessor, ...] = (),
     backend: Backend = "reference",
 ) -> jax.Array:
-    """Apply all that the rows ask for.
+    """Apply all that the rows ask for but grammars.
 
     Args:
       logits: f32[R, V].
@@ -61,16 +61,17 @@ def _edit_logits(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     words = count_tokens(rows, logits.shape[1])
     edited = _bias(penalise(logits, words, rows), logits, words, rows)
     # A copy of the logits is made once, above; these write in place.
-    edited = mask_grammar(edited, rows)
     edited = _mask(edited, held_back_ids(rows, logits.shape[1]))
     return _mask(edited, bad_word_ids(rows, logits.shape[1]))
 
 
-def mask_grammar(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """-inf at the tokens that a row's grammar does not allow; nothing is done where no row has one."""
+def mask_grammar(logits: jax.Array, rows: SamplingRows, backend: Backend = "reference") -> jax.Array:
+    """-inf at the tokens that a row's grammar does not allow; f32[R, V] to f32[R, V]. Other rows are not touched."""
     masks = rows.grammar_masks
     if masks.shape[1] == 0:
         return logits
+    if backend != "reference":
+        return process_kernel.mask_grammar(logits, rows, interpret=backend == "mosaic_gpu_interpret")
     num_rows, vocab_size = logits.shape
     has_mask = rows.has_grammar & rows.needs_sample
     chunk = min(num_rows, _ROWS_PER_CHUNK)

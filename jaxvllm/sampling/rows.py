@@ -38,8 +38,8 @@ class SamplingRows:
 
         Args:
           step_rows: i32[3, R] as StepOutput has them.
-          records, token_lists, token_ids, grammar_masks: of the device state, with the step's admissions; without
-            grammar_masks no grammar is applied.
+          records, token_lists, token_ids, grammar_masks: of the device state, with the step's admissions; the masks
+            are for mask_grammar alone.
         """
         rows, seq_lens, needs_sample = step_rows
         return SamplingRows(
@@ -114,14 +114,6 @@ class SamplingRows:
     def has_grammar(self) -> jax.Array:
         """bool[R] whether the row's grammar mask counts."""
         return self.ints(RecordField.HAS_GRAMMAR) == 1
-
-    @property
-    def has_processing(self) -> jax.Array:
-        """bool[R] whether anything changes the row's logits before a token is chosen."""
-        lists = (RecordField.NUM_BIAS_IDS, RecordField.NUM_ALLOWED_IDS, RecordField.NUM_BAD_WORD_IDS)
-        has_lists = self.records[:, jnp.array(lists)].any(axis=1)
-        has_others = (self.ints(RecordField.THINKING_BUDGET) >= 0) | (self.ints(RecordField.PROCESSORS) != 0)
-        return has_lists | has_others | self.is_held_back | self.has_penalties | self.has_grammar
 
     @property
     def num_logprobs(self) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvllm.sampling import SamplingRows, process_logits, sample
+from jaxvllm.sampling import SamplingRows, mask_grammar, process_logits, sample
 from pallas_kernels import Backend
 from scheduler.batch import BatchLimits, SamplingRecord
 from scheduler.sampling_params import SamplingParams
@@ -71,5 +71,6 @@ def repeat_row(params: SamplingParams, num_rows: int) -> SamplingRows:
 def process_and_sample(
     logits: jax.Array, rows: SamplingRows, backend: Backend = "reference"
 ) -> tuple[jax.Array, jax.Array]:
-    """Token ids and logprobs, by both programs behind a step."""
-    return sample(logits, process_logits(logits, rows, (), backend), rows, backend)
+    """Token ids and logprobs, by the programs behind a step."""
+    masked = mask_grammar(logits, rows, backend)
+    return sample(masked, process_logits(masked, rows, (), backend), rows, backend)

@@ -8,6 +8,7 @@ import pytest
 
 from scheduler.batch import BatchLimits
 from scheduler.buckets import explicit
+from scheduler.logprob_columns import read_logprobs
 from scheduler.plan import MASKS_PER_WRITE
 from scheduler.sampling_params import SamplingParams
 from tests.engine.sampling_rows import make_rows, process_and_sample
@@ -55,6 +56,23 @@ def test_masked_rows_draw_what_is_allowed_and_the_others_what_they_draw_alone(te
         np.testing.assert_array_equal(got[needs_sample], alone[needs_sample])
         counts = has_grammar & needs_sample
         assert allowed[counts, got[counts]].all()
+
+
+def test_logprobs_are_of_the_logits_that_a_grammar_leaves():
+    """As in vLLM, which masks before its sampler begins; no other processor shows in them."""
+    rng = np.random.default_rng(3)
+    logits, allowed = rng.normal(0, 3, (2, V)).astype(np.float32), rng.random((2, V)) < 0.1
+    params = {"temperature": 0.0, "logprobs": 4, "presence_penalty": 1.0}
+    rows = make_rows([SamplingParams(**params, structured_outputs={"regex": "a"}), SamplingParams(**params)])
+    masks = np.zeros((4, -(-V // 32)), np.int32)
+    masks[np.asarray(rows.rows)] = pack(allowed)
+    packed = np.asarray(process_and_sample(jnp.asarray(logits), replace(rows, grammar_masks=jnp.asarray(masks)))[1])
+    seen = np.stack([np.where(allowed[0], logits[0], -np.inf), logits[1]]).astype(np.float64)
+    for row in range(2):
+        got = read_logprobs(packed[row], 5)
+        logprobs = seen[row] - np.log(np.exp(seen[row]).sum())
+        assert got.token_ids[1:] == np.argsort(-seen[row], kind="stable")[:4].tolist()
+        np.testing.assert_allclose(got.logprobs, logprobs[got.token_ids], atol=1e-5)
 
 
 class MaskedLoop(Loop):

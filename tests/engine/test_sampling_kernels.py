@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm.sampling import draw, draw_kernel, position_logprobs, process_logits, sample
+from jaxvllm.sampling import SamplingRows, draw, draw_kernel, mask_grammar, position_logprobs, process_logits, sample
+from pallas_kernels import Backend
 from scheduler.logprob_columns import read_logprobs
 from scheduler.records import RecordField
 from scheduler.sampling_params import DerivedParams, SamplingParams
@@ -103,10 +104,12 @@ def test_processed_logits_are_those_of_xla():
     rows = replace(rows, records=jnp.asarray(records), grammar_masks=jnp.asarray(masks))
     rows = replace(rows, rows=jnp.where(rows.needs_sample, rows.rows, n + 2))  # as a pad's
     logits = rounded(arrays, n, V)
-    process = jax.jit(process_logits, static_argnums=(2, 3))
-    expected, got = (
-        np.asarray(process(logits, rows, (), backend))[needs_sample] for backend in ("reference", INTERPRET)
-    )
+
+    @partial(jax.jit, static_argnums=2)
+    def process(logits: jax.Array, rows: SamplingRows, backend: Backend) -> jax.Array:
+        return process_logits(mask_grammar(logits, rows, backend), rows, (), backend)
+
+    expected, got = (np.asarray(process(logits, rows, backend))[needs_sample] for backend in ("reference", INTERPRET))
     assert np.array_equal(np.isfinite(got), np.isfinite(expected))
     finite = np.isfinite(got)
     np.testing.assert_allclose(got[finite], expected[finite], rtol=1e-6, atol=1e-6)
@@ -121,7 +124,7 @@ def test_on_a_gpu_the_sampler_has_no_condition_and_no_loop_outside_its_kernels()
     rows = replace(rows, grammar_masks=jnp.zeros((7, 938), jnp.int32))
     for function in (
         lambda logits, rows: sample(logits, logits, rows, "mosaic_gpu"),
-        lambda logits, rows: process_logits(logits, rows, (), "mosaic_gpu"),
+        lambda logits, rows: process_logits(mask_grammar(logits, rows, "mosaic_gpu"), rows, (), "mosaic_gpu"),
     ):
         text = jax.jit(function).trace(logits, rows).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("__gpu$xla.gpu.triton") >= 2
