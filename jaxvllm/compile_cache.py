@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class SamplingProgram:
     """A program behind a step of R rows, where the most likely tokens are not all that is wanted: see jaxvllm.step."""
 
-    kind: Literal["mask", "process", "sample"]
+    kind: Literal["process", "mask", "sample"]
     R: int
 
     def __str__(self) -> str:
@@ -30,9 +30,7 @@ class SamplingProgram:
 
 
 ProgramKey = (
-    BucketKey
-    | SamplingProgram
-    | Literal["admit", "masks", "admit_lists", "admit_history", "logprobs", "dense_logprobs"]
+    BucketKey | SamplingProgram | Literal["admit", "admit_lists", "admit_history", "logprobs", "dense_logprobs"]
 )
 
 

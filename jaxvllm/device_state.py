@@ -28,7 +28,6 @@ class DeviceState:
     block_tables: jax.Array  # i32[max_num_seqs, max_blocks] unused entries 0, the null block
     token_ids: jax.Array  # i32[max_num_seqs, max_model_len] by position; the last one is the next decode step's input
     records: jax.Array  # i32[max_num_seqs, RECORD_WIDTH] see scheduler.records
-    grammar_masks: jax.Array  # i32[max_num_seqs, mask_words] bit b of word w: token 32 * w + b may come next
     token_lists: jax.Array  # i32[max_num_seqs, list_width] see scheduler.token_lists
     hidden: jax.Array  # [largest T, D] hidden states of the last mixed step, for the logprobs programs; may be empty
 
@@ -42,7 +41,6 @@ class DeviceState:
             (rows, limits.max_blocks),
             (rows, limits.max_model_len),
             (rows, RECORD_WIDTH),
-            (rows, limits.mask_words),
             (rows, list_width(limits.num_processor_params)),
         )
         leaves = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes]
@@ -69,14 +67,6 @@ class DeviceState:
             block_tables=self.block_tables.at[rows].set(admits[:, 1 + RECORD_WIDTH :], mode="drop"),
             records=self.records.at[rows].set(admits[:, 1 : 1 + RECORD_WIDTH], mode="drop"),
         )
-
-    def write_masks(self, writes: jax.Array) -> "DeviceState":
-        """Rewrite rows of grammar_masks; a row without a grammar has an old mask, which does not count.
-
-        Args:
-          writes: i32[A, 1 + mask_words] row, mask; a row number of max_num_seqs is a pad and dropped.
-        """
-        return replace(self, grammar_masks=self.grammar_masks.at[writes[:, 0]].set(writes[:, 1:], mode="drop"))
 
     def admit_lists(self, lists: jax.Array) -> "DeviceState":
         """Rewrite token lists.

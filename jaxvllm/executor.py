@@ -22,7 +22,7 @@ from jaxvllm.checkout import checkout_root
 from jaxvllm.compile_cache import ProgramKey
 from jaxvllm.config import EngineConfig, lowering_environment
 from jaxvllm.dispatcher import DispatchedStep, Dispatcher
-from jaxvllm.kv_cache import KVCacheSpec, free_device_bytes
+from jaxvllm.kv_cache import KVCacheSpec, cache_dtype_of, free_device_bytes
 from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_shapes, param_specs
 from jaxvllm.lowering import LoweringProcesses, LoweringTask
 from jaxvllm.model_config import ModelConfig
@@ -85,9 +85,10 @@ class DeviceExecutor:
             supported=MODELS,
         )
         model_config = with_dtype(source.config, config.model.dtype, config.device)
+        model_config, cache_dtype = with_cache_dtype(model_config, config.memory.kv_cache_dtype)
         model = get_model_class(model_config.architecture)(model_config)
         policy = choose_policy(config.bucket_policy, config.device, config.scheduler)
-        runner = _make_runner(config, model_config, model, policy, mesh)
+        runner = _make_runner(config, model_config, cache_dtype, model, policy, mesh)
         free_bytes = free_device_bytes(mesh.devices.flat[0])  # before loading begins
         sizer = PoolSizer(
             config.memory, runner.config.kv_cache, runner.config.limits, model_config, policy, free_bytes,
@@ -169,6 +170,14 @@ def with_dtype(model_config: ModelConfig, dtype: str, platform: str) -> ModelCon
     return replace(model_config, dtype=dtype)
 
 
+def with_cache_dtype(model_config: ModelConfig, kv_cache_dtype: str) -> tuple[ModelConfig, str]:
+    """The config of a model that knows whether its cache has scales, and what that is kept in ("auto": its dtype)."""
+    is_chosen = kv_cache_dtype != "auto" or model_config.kv_cache_dtype is None
+    cache_dtype = kv_cache_dtype if is_chosen else str(model_config.kv_cache_dtype)
+    has_kv_scales = cache_dtype_of(model_config.dtype, cache_dtype).itemsize == 1
+    return replace(model_config, has_kv_scales=has_kv_scales), cache_dtype
+
+
 def _mesh(config: EngineConfig) -> Mesh:
     devices = jax.devices()
     if devices[0].platform != config.device:
@@ -180,7 +189,7 @@ def _mesh(config: EngineConfig) -> Mesh:
 
 
 def _make_runner(
-    config: EngineConfig, model_config: ModelConfig, model: Any, policy: BucketPolicy, mesh: Mesh
+    config: EngineConfig, model_config: ModelConfig, cache_dtype: str, model: Any, policy: BucketPolicy, mesh: Mesh
 ) -> ModelRunner:
     """A runner that knows the weights' shapes alone."""
     scheduler, compiling = config.scheduler, config.compile
@@ -194,7 +203,6 @@ def _make_runner(
     )
     # The store would not notice another version of a custom processor.
     has_store = compiling.store_folder is not None and not processors
-    cache_dtype = config.memory.kv_cache_dtype
     backend = choose_backend(
         config.attention_backend, mesh.devices.flat[0], model_config, limits, cache_dtype=cache_dtype
     )

@@ -49,8 +49,6 @@ class KVCacheSpec:
         if head_dim != config.head_dim:
             logger.info("The KV cache pads heads of %d to %d for %s", config.head_dim, head_dim, backend)
         dtype = cache_dtype_of(config.dtype, cache_dtype)
-        if dtype.itemsize == 1:
-            logger.warning("The KV cache is %s with scales of 1: accuracy may suffer.", dtype.name)
         return cls(config.num_layers, config.num_kv_heads, head_dim, block_size, dtype)
 
     @property

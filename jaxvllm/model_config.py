@@ -79,6 +79,8 @@ class ModelConfig:
       attention_soft_cap, logit_soft_cap: x becomes cap * tanh(x / cap), for the attention scores and for the logits
         (Gemma); None: as it is.
       dtype: dtype of the stored weights by the file: "bfloat16", "float16" or "float32".
+      kv_cache_dtype: what the file wants keys and values kept in; None: the model's dtype.
+      has_kv_scales: attention layers have scales for the cache, which is then of 8 bits.
       eos_token_ids: all that config.json lists, first one first; ModelSource.eos_ids() is what generation obeys.
       hf: the raw dict, for what one family alone needs.
     """
@@ -105,6 +107,8 @@ class ModelConfig:
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     dtype: str = "float32"
+    kv_cache_dtype: str | None = None
+    has_kv_scales: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     hf: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -128,12 +132,6 @@ class ModelConfig:
         Raises: ValueError that names the file, the field, and what to do.
         """
         architecture = _architecture(hf, supported, origin)
-        if hf.get("quantization_config"):
-            method = dict(hf["quantization_config"]).get("quant_method", "unknown")
-            raise ValueError(
-                f"{origin}: the weights are quantised ({method}), which is not supported; use the model's "
-                "unquantised safetensors or a GGUF file"
-            )
         defaults = {**_LLAMA_DEFAULTS, **_ARCHITECTURE_DEFAULTS.get(architecture, {})}
         fields = ConfigFields(hf, defaults, _SPELLINGS, origin)
         heads = _head_sizes(fields)
@@ -164,10 +162,32 @@ class ModelConfig:
             attention_soft_cap=_soft_cap(fields, architecture, "attn_logit_softcapping"),
             logit_soft_cap=_soft_cap(fields, architecture, "final_logit_softcapping"),
             dtype=_dtype(fields),
+            kv_cache_dtype=_kv_cache_dtype(hf.get("quantization_config"), origin),
+            has_kv_scales=False,
             bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
             eos_token_ids=fields.token_ids("eos_token_id"),
             hf=hf,
         )
+
+
+def _kv_cache_dtype(quantization: Mapping[str, Any] | None, origin: str) -> str | None:
+    """What a file of compressed-tensors whose weights are not quantised says of the cache.
+
+    Raises: ValueError if the weights are quantised, or the cache in another way than by one scale a layer.
+    """
+    if not quantization:
+        return None
+    method, scheme = quantization.get("quant_method", "unknown"), quantization.get("kv_cache_scheme")
+    if method != "compressed-tensors" or quantization.get("config_groups") or not scheme:
+        raise ValueError(
+            f"{origin}: the weights are quantised ({method}), which is not supported; use the model's "
+            "unquantised safetensors or a GGUF file"
+        )
+    known = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    other = {key: scheme[key] for key, value in known.items() if scheme.get(key, value) != value}
+    if other:
+        raise ValueError(f"{origin}: kv_cache_scheme has {other}, supported are {known}; leave kv_cache_scheme out")
+    return "float8_e4m3fn"
 
 
 def _architecture(hf: Mapping[str, Any], supported: Collection[str] | None, origin: str) -> str:

@@ -33,7 +33,6 @@ from jaxvllm.step import (
     make_process,
     make_sample,
     make_step,
-    write_masks_step,
 )
 from jaxvllm.step_handle import StepHandle
 from pallas_kernels import Backend
@@ -172,11 +171,11 @@ class ModelRunner:
         buckets = self.config.policy.keys()
         keys: list[ProgramKey] = list(buckets)
         for num_rows in sorted({bucket.R for bucket in buckets}):
-            keys += [SamplingProgram(kind, num_rows) for kind in ("mask", "process", "sample")]
+            keys += [SamplingProgram("process", num_rows), SamplingProgram("sample", num_rows)]
+            if self.config.limits.vocab_size:
+                keys.append(SamplingProgram("mask", num_rows))
         if self.config.limits.max_num_seqs > ADMITS_PER_STEP:
             keys.append("admit")
-        if self.config.limits.vocab_size:
-            keys.append("masks")
         keys.append("admit_lists")
         keys.append("admit_history")
         if self.config.hidden_size:
@@ -208,7 +207,6 @@ class ModelRunner:
         assert self.device_state is not None, "initialize_kv_cache comes first"
         changes: dict[ProgramKey, list[np.ndarray]] = {
             "admit": plan.overflow,
-            "masks": plan.mask_writes,
             "admit_lists": plan.token_lists,
             "admit_history": plan.history,
         }
@@ -225,8 +223,8 @@ class ModelRunner:
         state, logits, get, num_rows = self.device_state, output.logits, self.programs.get, plan.key.R
         assert state is not None
         rows = (output.rows, state.records, state.token_lists, state.token_ids)
-        if plan.has_grammar:
-            logits = get(SamplingProgram("mask", num_rows))(logits, *rows, state.grammar_masks)
+        for writes in plan.mask_writes:  # in place: logprobs, too, are of what a grammar leaves, as in vLLM
+            logits = get(SamplingProgram("mask", num_rows))(logits, writes)
         processed = get(SamplingProgram("process", num_rows))(logits, *rows) if plan.has_processing else logits
         token_ids, logprobs, token_store = get(SamplingProgram("sample", num_rows))(logits, processed, *rows)
         self.device_state = replace(state, token_ids=token_store)
@@ -266,7 +264,6 @@ class ModelRunner:
         limits = self.config.limits
         change, *shape = {
             "admit": (admit_step, ADMITS_PER_STEP, admit_width(limits)),
-            "masks": (write_masks_step, MASKS_PER_WRITE, 1 + limits.mask_words),
             "admit_lists": (admit_lists_step, LISTS_PER_CALL, 1 + list_width(limits.num_processor_params)),
             "admit_history": (admit_history_step, HISTORY_PIECES_PER_CALL, len(HISTORY_HEADER) + HISTORY_PIECE),
         }[key]
@@ -290,10 +287,10 @@ class ModelRunner:
             shape = (key.R, config.vocab_size)
             logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._replicated)
             rows = (self._host_array(3, key.R), state.records, state.token_lists, state.token_ids)
-            if key.kind == "mask":
-                return make_mask(config.backend), (logits, *rows, state.grammar_masks)
             if key.kind == "process":
                 return make_process(config.processors, config.backend), (logits, *rows)
+            if key.kind == "mask":
+                return make_mask(), (logits, self._host_array(MASKS_PER_WRITE, 1 + config.limits.mask_words))
             return make_sample(config.backend), (logits, logits, *rows)
         layout = PlanLayout.make(key, config.limits)
         pool = config.kv_cache
@@ -311,9 +308,9 @@ class ModelRunner:
         if self.config.store is not None:
             step.__name__ += f"_{self._fingerprint(key)[:8]}"
         if isinstance(key, SamplingProgram):
-            # Logits, which are masked in place; token_ids, which the tokens are entered into.
-            donated = {"mask": (0,), "process": (), "sample": (len(args) - 1,)}
-            return jax.jit(step, donate_argnums=donated[key.kind], out_shardings=self._replicated).lower(*args)
+            # sample: token_ids, which the tokens are entered into.
+            donated = {"process": (), "mask": (0,), "sample": (len(args) - 1,)}[key.kind]
+            return jax.jit(step, donate_argnums=donated, out_shardings=self._replicated).lower(*args)
         out_shardings = (self._replicated, self._pool_sharding, self._replicated)
         return jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(*args)
 

@@ -1,9 +1,9 @@
 """The programs of a step: unpack, update the rows, forward, logits of R rows, the most likely tokens, remember them.
 
-Where a request wants more than that, programs for the number of rows follow: `mask` and `process` if some request's
-logits are to be changed, and `sample`, which chooses tokens, in the place of those of the step, and gives logprobs.
-They are no part of the step: XLA prepares all branches of a program each time it runs, taken or not, and would compile
-them again for every bucket.
+Where a request wants more than that, programs for the number of rows follow: `mask` applies grammars and `process`
+changes logits otherwise, if some request wants it; `sample` chooses tokens, in the place of the step's, and gives
+logprobs. They are no part of the step: XLA prepares all branches of a program each time it runs, taken or not, and would
+compile them again for every bucket.
 """
 
 from collections.abc import Callable, Mapping
@@ -106,23 +106,6 @@ def make_step(
     return step
 
 
-def make_mask(backend: Backend) -> Callable[..., jax.Array]:
-    """The program that applies grammars.
-
-    Args:
-      backend: of the attention ops.
-
-    Returns:
-      mask(logits f32[R, V], rows i32[3, R], records, token_lists, token_ids, grammar_masks) -> f32[R, V], in the place
-      of the logits, which are to be donated; the last four are the device state's.
-    """
-
-    def mask(logits: jax.Array, step_rows: jax.Array, *state: jax.Array) -> jax.Array:
-        return mask_grammar(logits, SamplingRows.of_step(step_rows, *state), backend)
-
-    return mask
-
-
 def make_process(processors: tuple[LogitsProcessor, ...], backend: Backend) -> Callable[..., jax.Array]:
     """The program that changes a step's logits as its requests ask.
 
@@ -139,6 +122,18 @@ def make_process(processors: tuple[LogitsProcessor, ...], backend: Backend) -> C
         return process_logits(logits, SamplingRows.of_step(step_rows, *state), processors, backend)
 
     return process
+
+
+def make_mask() -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The program that leaves rows the tokens of their grammars; its first argument is to be donated.
+
+    Returns: mask(logits f32[R, V], writes i32[A, 1 + mask_words]) -> f32[R, V]; see sampling.mask_grammar.
+    """
+
+    def mask(logits: jax.Array, writes: jax.Array) -> jax.Array:
+        return mask_grammar(logits, writes[:, 0], writes[:, 1:])
+
+    return mask
 
 
 def make_sample(backend: Backend) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
@@ -204,11 +199,6 @@ def run_model(
 def admit_step(device_state: DeviceState, admits: jax.Array) -> DeviceState:
     """Admissions that did not fit the step's buffer; device_state is to be donated."""
     return device_state.admit(admits)
-
-
-def write_masks_step(device_state: DeviceState, writes: jax.Array) -> DeviceState:
-    """Grammar masks of the next step; device_state is to be donated."""
-    return device_state.write_masks(writes)
 
 
 def admit_lists_step(device_state: DeviceState, lists: jax.Array) -> DeviceState:

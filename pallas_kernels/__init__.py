@@ -1,6 +1,7 @@
 """Kernels of attention, KV cache and few-row products: arrays in, arrays out."""
 
 from pallas_kernels.layer_slice import LayerArray, LayerSlice, as_array
+from pallas_kernels.matmul_sizes import FEW_ROWS
 from pallas_kernels.mosaic import (
     cache_head_dim,
     make_arrivals,
@@ -11,7 +12,6 @@ from pallas_kernels.mosaic import (
 from pallas_kernels.ops import matmul_stages, paged_attention, rope_and_write_kv
 from pallas_kernels.reference_matmul import Activation, MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm, rms_norm
-from pallas_kernels.skinny_matmul import FEW_ROWS
 from pallas_kernels.validation import Backend, Kind
 from pallas_kernels.work_lists import AttentionWork
 

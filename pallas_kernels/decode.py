@@ -16,27 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import (
-    ATOM,
-    LOG2E,
-    MIN_SCORE,
-    Ref,
-    capped,
-    div,
-    full,
-    pl,
-    plgpu,
-    swizzled_smem,
-    widened,
-)
+from pallas_kernels.common import ATOM, Ref, div, pl, plgpu, swizzled_smem
 from pallas_kernels.decode_copy import DecodeInputs, DecodeScratch, copy_tiles, my_stretch
 from pallas_kernels.decode_merge import across_rows, arrive, merge_item, merge_kernel, store_item, store_zeros
 from pallas_kernels.decode_sizes import DecodeSizes
+from pallas_kernels.decode_tiles import ItemTiles, attend_tiles
+from pallas_kernels.layer_slice import LayerArray, as_stack
 from pallas_kernels.tuning import DecodeConfig
 from pallas_kernels.work_lists import DecodeWork
 
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-_WGMMA = plgpu.Layout.WGMMA
 
 
 def paged_decode(
@@ -52,7 +41,7 @@ def paged_decode(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    kv_scale: jax.Array | None = None,
+    kv_scale: LayerArray | None = None,
     config: DecodeConfig,
     interpret: Any = False,
 ) -> jax.Array:
@@ -97,7 +86,7 @@ def paged_decode(
     operands += [work.arrivals] if sizes.on_card else []
     sink_operands = [] if sinks is None else [sizes.sinks_by_column(sinks)]
     operands += sink_operands
-    operands += [] if kv_scale is None else [kv_scale]
+    operands += [] if kv_scale is None else [as_stack(kv_scale, layer)]
     out, partials = pl.kernel(
         functools.partial(_attend, sizes),
         out_type=(
@@ -158,16 +147,17 @@ def _attend(sizes: DecodeSizes, *refs: Ref) -> None:
 def _scratch_types(sizes: DecodeSizes) -> tuple[Any, ...]:
     """The fields of DecodeScratch."""
     tile, stages, head_dim = sizes.config.tile, sizes.config.stages, sizes.head_dim
-    smem = functools.partial(swizzled_smem, dtype=sizes.dtype)
+    smem, wide = (functools.partial(swizzled_smem, dtype=dtype) for dtype in (sizes.dtype, sizes.product_dtype))
     ring = swizzled_smem(stages, tile, head_dim, dtype=sizes.cache_dtype)
     filled = plgpu.Barrier(num_arrivals=sizes.blocks_per_tile, num_barriers=stages)
     return (
         smem(2, sizes.columns, head_dim),
+        wide(sizes.columns, head_dim) if sizes.is_narrow else None,
         ring,
         ring,
-        smem(tile, head_dim) if sizes.is_narrow and not sizes.on_card else None,
-        smem(tile, head_dim) if sizes.is_narrow else None,
-        smem(sizes.columns, tile),
+        wide(64, head_dim) if sizes.is_narrow and not sizes.on_card else None,
+        wide(tile, head_dim) if sizes.is_narrow else None,
+        wide(sizes.columns, tile),
         plgpu.SMEM((sizes.columns, head_dim), sizes.dtype),
         plgpu.SMEM((1,), jnp.int32),
         plgpu.Barrier(num_barriers=2),
@@ -210,8 +200,7 @@ def _compute(sizes: DecodeSizes, inputs: DecodeInputs, outputs: tuple[Ref, ...],
         end = jnp.minimum(num_tiles, begin + (mine.num_tiles - done))
         q_slot = lax.rem(j, jnp.int32(2))
         plgpu.barrier_wait(scratch.q_full.at[q_slot])
-        outs, lse = _attend_tiles(sizes, inputs, scratch, scratch.q.at[q_slot], length, begin, end, done)
-        plgpu.barrier_arrive(scratch.q_free.at[q_slot])
+        outs, lse = attend_tiles(sizes, inputs, scratch, q_slot, ItemTiles(length, begin, end, done))
         is_whole = jnp.logical_and(begin == 0, end == num_tiles)
 
         @pl.when(is_whole)
@@ -226,105 +215,3 @@ def _compute(sizes: DecodeSizes, inputs: DecodeInputs, outputs: tuple[Ref, ...],
 
     lax.fori_loop(0, mine.num_items, item_body, (jnp.int32(0), mine.first_index))
     plgpu.wait_smem_to_gmem(0)
-
-
-def _attend_tiles(
-    sizes: DecodeSizes,
-    inputs: DecodeInputs,
-    scratch: DecodeScratch,
-    q_smem: Ref,
-    length: jax.Array,
-    begin: jax.Array,
-    end: jax.Array,
-    done: jax.Array,
-) -> tuple[list[jax.Array], jax.Array]:
-    """Tiles [begin, end) of one item: normalised O^T in 64-row parts, and the base-2 log-sum-exp of each column."""
-    tile, columns, parts = sizes.config.tile, sizes.columns, sizes.parts
-    v_operand = scratch.v_wide if sizes.is_narrow else None
-    factor = sizes.scale * (1.0 if sizes.soft_cap else LOG2E)
-    if inputs.kv_scale is not None:
-        factor = factor * inputs.kv_scale[0]
-
-    def scores_of(slot: jax.Array) -> jax.Array:
-        if sizes.is_narrow:
-            k = widened(scratch.k.at[slot], sizes.dtype)
-            if not sizes.on_card:
-                scratch.k_wide[...] = k
-                plgpu.commit_smem()
-                k = scratch.k_wide
-        else:
-            k = scratch.k.at[slot]
-
-        def body(acc: Ref) -> jax.Array:
-            plgpu.wgmma(acc, k, q_smem.transpose((1, 0)))
-            return acc[...]
-
-        return pl.run_scoped(body, plgpu.ACC((tile, columns), jnp.float32))
-
-    def values_of(values: Ref) -> tuple[jax.Array, ...]:
-        def body(*accs: Ref) -> tuple[jax.Array, ...]:
-            for part, acc in enumerate(accs):
-                rows = values.at[:, pl.ds(part * 64, 64)].transpose((1, 0))
-                plgpu.wgmma(acc, rows, scratch.p.transpose((1, 0)))
-            return tuple(acc[...] for acc in accs)
-
-        return pl.run_scoped(body, *[plgpu.ACC((64, columns), jnp.float32) for _ in range(parts)])
-
-    def is_seen(shape: tuple[int, ...], first_key: jax.Array) -> jax.Array:
-        key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA)
-        seen = key < length - first_key
-        if sizes.sliding_window is None:
-            return seen
-        return jnp.logical_and(seen, key >= length - sizes.sliding_window - first_key)
-
-    def zero_unseen_values(values: Ref, first_key: jax.Array) -> None:
-        # The weights there are 0, but 0 * NaN is NaN.
-        for part in range(0, tile, 64):
-            here = values.at[pl.ds(part, 64)]
-            loaded = plgpu.load(here, layout=_WGMMA)
-            here[...] = jnp.where(is_seen(loaded.shape, first_key + part), loaded, jnp.zeros_like(loaded))
-
-    def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        highest, total, acc = carry
-        slot = lax.rem(done + (i - begin), jnp.int32(sizes.config.stages))
-        first_key = (sizes.first_tile(length) + i) * tile
-        plgpu.barrier_wait(scratch.k_full.at[slot])
-        scores = scores_of(slot)
-        plgpu.barrier_arrive(scratch.k_free.at[slot])
-        scores = scores * factor
-        if sizes.soft_cap is not None:
-            scores = capped(scores, sizes.soft_cap)
-        scores = jnp.where(is_seen((tile, columns), first_key), scores, MIN_SCORE)
-        new_highest = jnp.maximum(highest, scores.max(axis=0))
-        rescale = jnp.exp2(highest - new_highest)
-        p = jnp.exp2(scores - across_rows(new_highest, scores))
-        # Summed over keys only once, at the end: a sum across warps costs more than these additions.
-        total = total * across_rows(rescale, total) + p
-        scratch.p.transpose((1, 0))[...] = p.astype(sizes.dtype)
-        plgpu.barrier_wait(scratch.v_full.at[slot])
-        values = scratch.v.at[slot]
-        if v_operand is not None:
-            for part in range(0, tile, 64):
-                v_operand[pl.ds(part, 64)] = widened(values.at[pl.ds(part, 64)], sizes.dtype)
-            plgpu.barrier_arrive(scratch.v_free.at[slot])
-            values = v_operand
-        has_unseen = length - first_key < tile
-        if sizes.sliding_window is not None:
-            has_unseen = jnp.logical_or(has_unseen, length - sizes.sliding_window > first_key)
-        pl.when(has_unseen)(lambda: zero_unseen_values(values, first_key))
-        plgpu.commit_smem()
-        update = values_of(values)
-        if v_operand is None:
-            plgpu.barrier_arrive(scratch.v_free.at[slot])
-        acc = tuple(a * across_rows(rescale, a) + u for a, u in zip(acc, update, strict=True))
-        return new_highest, total, acc
-
-    start = (full((columns,), MIN_SCORE, _WGMMA.reduce(0)), full((tile, columns), 0.0, _WGMMA))
-    zeros = tuple(full((64, columns), 0.0, _WGMMA) for _ in range(parts))
-    highest, total, acc = lax.fori_loop(begin, end, step, (*start, zeros))
-    total = total.sum(axis=0)
-    total = jnp.where(total == 0, 1.0, total)
-    factor_of_values = 1.0 / total
-    if inputs.kv_scale is not None:
-        factor_of_values = factor_of_values * inputs.kv_scale[1]
-    return [a * across_rows(factor_of_values, a) for a in acc], highest + jnp.log2(total)

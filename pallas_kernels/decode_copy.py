@@ -37,9 +37,10 @@ class DecodeScratch:
     """Shared memory and barriers of one CTA."""
 
     q: Ref  # of this item and of the next
+    q_half: Ref  # of this item in float16 and times the scores' factor, for 8-bit keys
     k: Ref  # the rings
     v: Ref
-    k_wide: Ref  # where 8 bits are widened; K goes there in the interpreter only
+    k_wide: Ref  # where 8 bits are widened; K goes there in the interpreter only, 64 rows at a time
     v_wide: Ref
     p: Ref
     o: Ref  # not swizzled, so that its rows can go anywhere

@@ -5,6 +5,7 @@ Letters: N query heads  K kv heads  H head_dim  G = N / K
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,11 @@ class DecodeSizes(AttentionSizes):
     def on_card(self) -> bool:
         """Whether the compiled kernel is meant and not the interpreter, which knows less."""
         return self.config.merge == "atomic"
+
+    @property
+    def product_dtype(self) -> Any:
+        """Of the products' operands. 8-bit keys and values are exact in float16, and that is what hardware gives."""
+        return jnp.float16 if self.is_narrow else self.dtype
 
     @property
     def q_rows(self) -> int:

@@ -5,9 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import rope_write, skinny_matmul
+from pallas_kernels import matmul_sizes, rope_write, skinny_matmul
 from pallas_kernels.common import plgpu
 from pallas_kernels.decode import paged_decode
+from pallas_kernels.layer_slice import LayerArray
 from pallas_kernels.prefill import paged_prefill
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm, norm_and_rotate
@@ -177,7 +178,7 @@ def attend(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    kv_scale: jax.Array | None = None,
+    kv_scale: LayerArray | None = None,
     config: AttentionConfig,
     interpret: bool = False,
 ) -> jax.Array:
@@ -189,7 +190,7 @@ def attend(
         "sliding_window": sliding_window,
         "soft_cap": soft_cap,
         "sinks": None if sinks is None else jnp.asarray(sinks, jnp.float32),
-        "kv_scale": None if kv_scale is None else jnp.asarray(kv_scale, jnp.float32),
+        "kv_scale": kv_scale,
         "interpret": plgpu.InterpretGPUParams() if interpret else False,
     }
     decode_work = work.decode_with(sliding_window)
@@ -208,7 +209,7 @@ def rope_and_write_kv(
     *,
     rope: tuple[jax.Array, jax.Array] | None,
     norm: HeadNorm | None,
-    kv_scale: jax.Array | None,
+    kv_scale: LayerArray | None,
     backend: Backend,
 ) -> tuple[jax.Array, jax.Array]:
     """See ops.rope_and_write_kv. One kernel; XLA norms and rotates beforehand what is not a whole head of the cache."""
@@ -241,12 +242,12 @@ def rope_and_write_kv(
 
 def make_arrivals(backend: Backend) -> jax.Array | None:
     """What matmul_stages counts in: once a step, for all layers. None for the reference."""
-    return None if backend == "reference" else jnp.zeros(skinny_matmul.MAX_STAGES, jnp.int32)
+    return None if backend == "reference" else jnp.zeros(matmul_sizes.MAX_STAGES, jnp.int32)
 
 
 def prefers_matmul_kernel(x: jax.Array, stages: tuple[MatmulStage, ...], backend: Backend) -> bool:
     """Whether matmul_stages of a backend can run these and was measured to be faster than what XLA makes of them."""
-    if backend == "reference" or skinny_matmul.unsupported_reason(x, stages) is not None:
+    if backend == "reference" or matmul_sizes.unsupported_reason(x, stages) is not None:
         return False
     return x.shape[-1] <= MAX_PREFERRED_INPUT and sum(stage.weight.size for stage in stages) <= MAX_PREFERRED_WEIGHTS
 
@@ -260,7 +261,7 @@ def matmul_stages(
     backend: Backend,
 ) -> jax.Array:
     """See ops.matmul_stages. One kernel, or one a stage where thread blocks cannot wait for each other."""
-    reason = skinny_matmul.unsupported_reason(x, stages)
+    reason = matmul_sizes.unsupported_reason(x, stages)
     if reason is not None:
         raise NotImplementedError(f"{backend} matmul: {reason}; use backend 'reference'")
     interpret = backend == "mosaic_gpu_interpret"

@@ -3,6 +3,7 @@
 import jax
 
 from pallas_kernels import mosaic, reference, reference_matmul, reference_rope_write
+from pallas_kernels.layer_slice import LayerArray
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm
 from pallas_kernels.validation import Backend, Kind, check_attention, check_backend, check_matmul_stages, check_write
@@ -17,7 +18,7 @@ def rope_and_write_kv(
     *,
     rope: tuple[jax.Array, jax.Array] | None = None,
     norm: HeadNorm | None = None,
-    kv_scale: jax.Array | None = None,
+    kv_scale: LayerArray | None = None,
     backend: Backend = "reference",
 ) -> tuple[jax.Array, jax.Array]:
     """Norm and rotate the step's new queries and keys, and write keys and values into their cache slots.
@@ -68,7 +69,7 @@ def paged_attention(
     sliding_window: int | jax.Array | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    kv_scale: jax.Array | None = None,
+    kv_scale: LayerArray | None = None,
     kind: Kind,
     backend: Backend = "reference",
 ) -> jax.Array:

@@ -21,13 +21,19 @@ class PrefillSizes(AttentionSizes):
     config: PrefillConfig
 
     @property
+    def is_interpreted(self) -> bool:
+        """Whether this is for the interpreter, which knows neither register operands nor assembly."""
+        return not self.config.p_in_registers
+
+    @property
+    def q_in_registers(self) -> bool:
+        """Whether the first product reads q from registers. With heads of 256 there are none left."""
+        return not self.is_interpreted and self.head_dim <= 128
+
+    @property
     def tokens(self) -> int:
         """Query tokens of a warpgroup."""
         return tokens_per_warpgroup(self.group)
-
-    def first_token(self, warpgroup: jax.Array | int) -> jax.Array:
-        """The first token of a warpgroup of this CTA, in a query tile of the cluster."""
-        return (lax.axis_index("cta") * self.config.warpgroups + warpgroup) * self.tokens
 
     @property
     def blocks_per_tile(self) -> int:
@@ -69,7 +75,7 @@ class PrefillScratch:
     """Shared memory and barriers of one CTA."""
 
     q_in: Ref  # q as it arrives: any token offset works unswizzled
-    q: Ref  # q as the products read it
+    q: Ref  # q as the products read it, where it does not fit registers
     o: Ref
     k: Ref  # the rings that the products read
     v: Ref
@@ -87,7 +93,6 @@ class PrefillScratch:
     k_narrow_free: Ref
     v_narrow_free: Ref
     v_zeroed: Ref  # values that nobody sees are zeroed
-    turn: Ref = None  # of a warpgroup to begin products
 
 
 @dataclass(frozen=True)
@@ -105,13 +110,13 @@ class QueryTile:
 def num_rounds(sizes: PrefillSizes, num_tiles_ref: Ref) -> jax.Array:
     """Query tiles of this CTA. They are dealt to and fro, since the longest come first: 0 1 2, 2 1 0, 0 1 2, ..."""
     num_items = num_tiles_ref[0] * sizes.num_kv_heads
-    num_ctas = sizes.config.num_ctas // sizes.config.cluster
+    num_ctas = sizes.config.num_ctas
     rounds = div(num_items + (num_ctas - 1), num_ctas)
     return jnp.where(_item_of(sizes, rounds - 1) < num_items, rounds, jnp.maximum(rounds - 1, 0))
 
 
 def _item_of(sizes: PrefillSizes, r: jax.Array) -> jax.Array:
-    cta, num_ctas = lax.axis_index("cluster"), sizes.config.num_ctas // sizes.config.cluster
+    cta, num_ctas = lax.axis_index("cta"), sizes.config.num_ctas
     is_back = lax.rem(r, jnp.int32(2)) == 1
     return r * num_ctas + jnp.where(is_back, num_ctas - 1 - cta, cta)
 
@@ -168,12 +173,7 @@ def copy_tiles(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScrat
                 for j in range(per_tile):
                     rows = pl.ds(j * block_size, block_size)
                     source = inputs.kv_cache.at[layer, blocks[j], kv, query.head]
-                    plgpu.copy_gmem_to_smem(
-                        source,
-                        smem.at[slot, rows],
-                        filled.at[slot],
-                        collective_axes="cta" if config.cluster > 1 else None,
-                    )
+                    plgpu.copy_gmem_to_smem(source, smem.at[slot, rows], filled.at[slot])
             return next_blocks
 
         lax.fori_loop(first_step, sizes.end_step(query), copy_tile, blocks_of(query, jnp.int32(first_step)))
@@ -202,7 +202,7 @@ def by_token(sizes: PrefillSizes, rows: Ref) -> Ref:
 
 def _load_tokens(sizes: PrefillSizes, query: QueryTile, warpgroup: int, q_ref: Ref, q_in: Ref, q_full: Ref) -> None:
     """Read the warpgroup's tokens. Those past the query tile are other requests', or padding, and come to nothing."""
-    token = query.token + sizes.first_token(warpgroup)
+    token = query.token + warpgroup * sizes.tokens
     heads = pl.ds(query.head * sizes.group, sizes.group)
     if sizes.config.copy_whole_tiles:
         plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(token, sizes.tokens), heads], by_token(sizes, q_in), q_full)

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.layer_slice import LayerArray, as_array
+
 # Keys a loop iteration reads, and queries of one request that share a read.
 KEYS_PER_CHUNK = 128
 QUERIES_PER_TILE = 64
@@ -31,7 +33,7 @@ def paged_attention(
     sliding_window: int | jax.Array | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
-    kv_scale: jax.Array | None,
+    kv_scale: LayerArray | None,
     kind: str,
 ) -> jax.Array:
     """See ops.paged_attention. Decode rows go as one batch, prefill rows tile after tile."""
@@ -106,7 +108,7 @@ def _attend(
     sliding_window: int | jax.Array | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
-    kv_scale: jax.Array | None,
+    kv_scale: LayerArray | None,
 ) -> jax.Array:
     """Online softmax over chunks of keys.
 
@@ -125,7 +127,7 @@ def _attend(
     tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % chunk_blocks)))
     first_key, end_key = _visible_range(positions, sliding_window)
     head_dim = q.shape[3]
-    key_scale, value_scale = (1.0, 1.0) if kv_scale is None else (kv_scale[0], kv_scale[1])
+    key_scale, value_scale = (1.0, 1.0) if kv_scale is None else as_array(kv_scale)
     q = (q.astype(jnp.float32) * (scale * key_scale))[:, None]
     # For few queries a matmul a block, which spares a transposed copy of the keys; else one for the whole chunk.
     pieces = chunk_blocks if q.shape[3] < block_size else 1

@@ -79,12 +79,12 @@ def write_kv_cache(
     kv_cache: jax.Array,
     slot_mapping: jax.Array,
     layer: jax.Array,
-    kv_scale: jax.Array | None = None,
+    kv_scale: LayerArray | None = None,
 ) -> jax.Array:
     """Scatter k and v [T, K, H] into their slots: one scatter, in place when the cache is donated or a loop carry."""
     block_size = kv_cache.shape[4]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    scales = (None, None) if kv_scale is None else (kv_scale[0], kv_scale[1])
+    scales = (None, None) if kv_scale is None else as_array(kv_scale)
     kv = jnp.stack([to_cache_dtype(x, kv_cache.dtype, scale) for x, scale in zip((k, v), scales, strict=True)], axis=1)
     kv = jnp.pad(kv, ((0, 0), (0, 0), (0, 0), (0, kv_cache.shape[5] - k.shape[2])))
     return kv_cache.at[layer, block, :, :, offset].set(kv, mode="drop")
@@ -98,7 +98,7 @@ def rope_and_write_kv(
     *,
     rope: tuple[jax.Array, jax.Array] | None,
     norm: HeadNorm | None,
-    kv_scale: jax.Array | None,
+    kv_scale: LayerArray | None,
 ) -> tuple[jax.Array, jax.Array]:
     """See ops.rope_and_write_kv."""
     q, k, v = norm_and_rotate(qkv, rope, norm)

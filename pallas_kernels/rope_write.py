@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 
 from pallas_kernels.common import Ref, pl, plgpu
-from pallas_kernels.layer_slice import as_stack, place_in
+from pallas_kernels.layer_slice import LayerArray, as_stack, place_in
 from pallas_kernels.reference_rope_write import HeadNorm
 
 _WARPS, _LANES = 4, 32
@@ -53,7 +53,7 @@ def rope_and_write_kv(
     *,
     rope: tuple[jax.Array, jax.Array] | None,
     norm: HeadNorm | None,
-    kv_scale: jax.Array | None = None,
+    kv_scale: LayerArray | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See ops.rope_and_write_kv. Rotates whole heads only.
@@ -87,7 +87,7 @@ def rope_and_write_kv(
     operands = [qkv, slot_mapping, layer.reshape(1), *(rope or ())]
     operands += [as_stack(norm.q_weight, layer), as_stack(norm.k_weight, layer)] if norm else []
     # The inverse: the scale is divided by once here and not in every thread block.
-    operands += [] if kv_scale is None else [1.0 / kv_scale]
+    operands += [] if kv_scale is None else [1.0 / as_stack(kv_scale, layer)]
     cache_ref = jax.new_ref(kv_cache, memory_space=plgpu.GMEM)
     q = pl.kernel(
         functools.partial(_write_token, statics),
@@ -139,7 +139,10 @@ def _write_token(statics: _Statics, *refs: Ref) -> None:
     )
     q, k = (_rotate(statics, _normalise(statics, x, w), table) for x, w in ((q, q_weight), (k, k_weight)))
     if inverse_scale_ref is not None:
-        k, v = (_narrowed(statics, x, inverse_scale_ref[kv]) for kv, x in enumerate((k, v)))
+        k, v = (
+            _narrowed(statics, x, inverse_scale_ref[place_in(inverse_scale_ref, layer), kv])
+            for kv, x in enumerate((k, v))
+        )
     block = lax.div(slot, jnp.int32(block_size))
 
     @pl.when(block > 0)

@@ -51,13 +51,6 @@ class PrefillConfig:
     warpgroups: int = 2
     p_in_registers: bool = True
     copy_whole_tiles: bool = True
-    late_sum: bool = False
-    late_rescale: bool = False
-    lazy_rescale: bool = False
-    cluster: int = 1
-    turns: bool = False
-    late_pack: bool = False
-    q_in_registers: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,10 +89,11 @@ def attention_config(*, interpret: bool, block_size: int, head_dim: int = 128, c
     if interpret:
         return AttentionConfig(decode, prefill)
     tile_bytes = 2 * decode.tile * head_dim * cache_bytes
-    ctas_an_sm = 2 if 2 * tile_bytes <= _BYTES_IN_FLIGHT // 2 else 1
+    # Larger heads take more than the 128 registers a thread that two CTAs leave each other.
+    ctas_an_sm = 2 if 2 * tile_bytes <= _BYTES_IN_FLIGHT // 2 and head_dim <= 128 else 1
     stages = _BYTES_IN_FLIGHT // ctas_an_sm // tile_bytes
     decode = replace(decode, num_ctas=ctas_an_sm * 128, stages=stages)
-    # Three copies of the query rows: as they arrive, as the products read them, and the result.
+    # Up to three copies of the query rows: as they arrive, as products read them if not from registers, and the result.
     row_bytes = 3 * prefill.warpgroups * 64 * head_dim * 2
     stage_bytes = 2 * prefill.tile * head_dim * (2 + is_narrow)
     prefill = replace(prefill, stages=min((_MAX_SMEM_BYTES - row_bytes) // stage_bytes, config.prefill.stages))

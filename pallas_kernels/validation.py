@@ -5,6 +5,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.layer_slice import LayerArray
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm
 
@@ -35,12 +36,13 @@ def check_kv_cache(kv_cache: jax.Array) -> None:
     )
 
 
-def _check_cache_dtype(name: str, x: jax.Array, kv_cache: jax.Array, kv_scale: jax.Array | None) -> None:
+def _check_cache_dtype(name: str, x: jax.Array, kv_cache: jax.Array, kv_scale: LayerArray | None) -> None:
     is_narrow = kv_cache.dtype == jnp.float8_e4m3fn
     _require(x.dtype == kv_cache.dtype or is_narrow, f"dtypes differ: {name} {x.dtype}, cache {kv_cache.dtype}")
     if kv_scale is not None:
         _require(is_narrow, f"kv_scale is for a float8_e4m3fn cache, this one is {kv_cache.dtype}: leave it out")
         _require(kv_scale.shape == (2,), f"{kv_scale.shape=}, expected (2,): of keys and of values")
+        _require(kv_scale.dtype == jnp.float32, f"kv_scale has dtype {kv_scale.dtype}, expected float32")
 
 
 def check_write(
@@ -51,7 +53,7 @@ def check_write(
     *,
     rope: tuple[jax.Array, jax.Array] | None,
     norm: HeadNorm | None,
-    kv_scale: jax.Array | None,
+    kv_scale: LayerArray | None,
 ) -> None:
     """Raise ValueError if the arguments of rope_and_write_kv disagree."""
     check_kv_cache(kv_cache)
@@ -114,7 +116,7 @@ def check_attention(
     num_reqs: jax.Array,
     *,
     sinks: jax.Array | None,
-    kv_scale: jax.Array | None,
+    kv_scale: LayerArray | None,
     kind: str,
 ) -> None:
     """Raise ValueError if the arguments of paged_attention disagree."""

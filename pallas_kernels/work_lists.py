@@ -147,7 +147,7 @@ def make_prefill_work(
 ) -> PrefillWork:
     """Cut the tokens of rows [num_decodes, num_reqs) into tiles of one request each."""
     num_rows = seq_lens.shape[0]
-    tokens_per_tile = config.cluster * config.warpgroups * tokens_per_warpgroup(group_size)
+    tokens_per_tile = config.warpgroups * tokens_per_warpgroup(group_size)
     row = jnp.arange(num_rows)
     query_lens = jnp.where((row >= num_decodes) & (row < num_reqs), query_start_loc[1:] - query_start_loc[:-1], 0)
     tiles_of_row = -(-query_lens // tokens_per_tile)

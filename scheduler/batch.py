@@ -58,9 +58,7 @@ class SamplingRecord:
       dense_logprobs: the request's `logprobs` where the step cannot give so many; else None.
       prompt_logprobs: as the request has it.
       is_plain: the most likely token is all that is wanted of a step.
-      processed_until: while the request has fewer tokens than this, its logits are changed before a token is chosen,
-        by more than a grammar.
-      has_grammar: a grammar says which tokens may come.
+      processed_until: while the request has fewer tokens than this, its logits are changed before a token is chosen.
       listed_ids: logprob_token_ids, which then make up num_logprobs - 1 of them.
     """
 
@@ -74,7 +72,6 @@ class SamplingRecord:
     listed_ids: list[int] | None
     is_plain: bool
     processed_until: int
-    has_grammar: bool
 
     @classmethod
     def make(
@@ -98,7 +95,6 @@ class SamplingRecord:
             and params.logprobs is None
             and params.structured_outputs is None,
             processed_until=_processed_until(params, num_prompt_tokens),
-            has_grammar=params.structured_outputs is not None,
         )
 
 
@@ -139,7 +135,7 @@ class Batch:
       records: by request id, kept while a request is pre-empted.
       wants_logprobs: the rows whose request asked for logprobs of any kind.
       wants_sampling: the rows whose request needs more of a step than the most likely token.
-      processed_until, has_grammar: i64 and bool [max_num_seqs]; see SamplingRecord, by row.
+      processed_until: i64[max_num_seqs] see SamplingRecord, by row.
     """
 
     def __init__(self, limits: BatchLimits, seed: int | None = None) -> None:
@@ -158,7 +154,6 @@ class Batch:
         self.wants_logprobs: set[int] = set()
         self.wants_sampling: set[int] = set()
         self.processed_until = np.zeros(limits.max_num_seqs, np.int64)
-        self.has_grammar = np.zeros(limits.max_num_seqs, bool)
         self._num_blocks = [0] * limits.max_num_seqs
         self._free_rows = list(range(limits.max_num_seqs))[::-1]
         self._seeds = np.random.default_rng(seed)
@@ -213,7 +208,6 @@ class Batch:
         if not record.is_plain:
             self.wants_sampling.add(row)
         self.processed_until[row] = record.processed_until
-        self.has_grammar[row] = record.has_grammar
         return row
 
     def _release_row(self, request_id: str) -> None:

@@ -96,13 +96,12 @@ class StepPlan:
       key: its bucket.
       buffer: i32[PlanLayout.size], owned by the plan (a transfer may still read it while later plans are built).
       overflow: i32[ADMITS_PER_STEP, admit_width] buffers, to be applied before the step.
-      mask_writes: i32[MASKS_PER_WRITE, 1 + mask_words] buffers, row and grammar mask, to be applied before the step.
+      mask_writes: i32[MASKS_PER_WRITE, 1 + mask_words] buffers, place in the step and grammar mask.
       token_lists: i32[LISTS_PER_CALL, 1 + list_width] buffers (row, token lists), to be applied before the step.
       history: i32[HISTORY_PIECES_PER_CALL, HISTORY_HEADER, HISTORY_PIECE tokens] buffers, likewise.
       logprobs: what the step gives beside tokens; None: nothing.
       is_plain: the most likely token is all that its requests want of it.
-      has_grammar: a grammar masks some request's logits.
-      has_processing: some request's logits are changed otherwise before a token is chosen.
+      has_processing: some request's logits are changed before a token is chosen.
       request_ids: of the real rows, in row order.
       needs_sample: bool[num_reqs] rows that sample a token; the others end in the middle of their prompt.
       num_reqs, num_tokens: real sizes.
@@ -120,7 +119,6 @@ class StepPlan:
     history: list[np.ndarray] = field(default_factory=list)
     logprobs: LogprobPlan | None = None
     is_plain: bool = True
-    has_grammar: bool = False
     has_processing: bool = False
 
 
@@ -191,8 +189,8 @@ class Planner:
         buffer, fields, needs_sample = self._fill(key, step, num_tokens)
         overflow = _fill_changes(fields, changes, self.batch)
         fields["header"][:] = (num_tokens, num_reqs, step.num_decodes, len(changes.admitted), len(changes.appends))
-        mask_writes = _mask_writes(scheduler_output.grammar_masks, self.batch)
-        is_plain, has_grammar, has_processing = _sampling(self.batch, step, needs_sample)
+        mask_writes = _mask_writes(scheduler_output.grammar_masks, step.request_ids, self.batch.limits)
+        is_plain, has_processing = _sampling(self.batch, step, needs_sample)
         return StepPlan(
             key,
             buffer,
@@ -205,7 +203,6 @@ class Planner:
             *(side_buffers(changes, self.batch) if changes.admitted else ([], [])),
             logprobs,
             is_plain,
-            has_grammar,
             has_processing,
         )
 
@@ -333,16 +330,15 @@ def _fill_rows(fields: dict[str, np.ndarray], step: StepRows, num_tokens: int) -
     return needs_sample
 
 
-def _sampling(batch: Batch, step: StepRows, needs_sample: np.ndarray) -> tuple[bool, bool, bool]:
-    """See StepPlan.is_plain, has_grammar and has_processing."""
+def _sampling(batch: Batch, step: StepRows, needs_sample: np.ndarray) -> tuple[bool, bool]:
+    """See StepPlan.is_plain and has_processing."""
     if not batch.wants_sampling:
-        return True, False, False
+        return True, False
     rows = step.rows[needs_sample]
     if batch.wants_sampling.isdisjoint(rows.tolist()):
-        return True, False, False
+        return True, False
     seq_lens = (step.num_computed + step.num_scheduled)[needs_sample]
-    has_processing = bool((seq_lens < batch.processed_until[rows]).any())
-    return False, bool(batch.has_grammar[rows].any()), has_processing
+    return False, bool((seq_lens < batch.processed_until[rows]).any())
 
 
 def _fill_changes(fields: dict[str, np.ndarray], changes: BatchChanges, batch: Batch) -> list[np.ndarray]:
@@ -367,15 +363,17 @@ def _fill_changes(fields: dict[str, np.ndarray], changes: BatchChanges, batch: B
     return chunks[1:]
 
 
-def _mask_writes(masks: dict[str, np.ndarray], batch: Batch) -> list[np.ndarray]:
+def _mask_writes(masks: dict[str, np.ndarray], request_ids: list[str], limits: BatchLimits) -> list[np.ndarray]:
     """See StepPlan. A mask may be shorter than the vocabulary, whose rest is not allowed then, or longer."""
-    limits = batch.limits
+    if not masks:
+        return []
     writes: list[np.ndarray] = []
+    places = {request_id: place for place, request_id in enumerate(request_ids)}
     for i, (request_id, mask) in enumerate(masks.items()):
         if i % MASKS_PER_WRITE == 0:
             writes.append(np.zeros((MASKS_PER_WRITE, 1 + limits.mask_words), np.int32))
-            writes[-1][:, 0] = limits.max_num_seqs
+            writes[-1][:, 0] = limits.max_num_seqs  # beyond every place
         write = writes[-1][i % MASKS_PER_WRITE]
-        write[0] = batch.row_of[request_id]
+        write[0] = places[request_id]
         write[1 : 1 + len(mask)] = mask[: limits.mask_words]
     return writes

@@ -34,7 +34,6 @@ class RecordField(IntEnum):
     NUM_ALLOWED_IDS = 16  # 0: all are allowed
     NUM_BAD_WORD_IDS = 17
     NUM_LISTED_IDS = 18  # logprob_token_ids
-    HAS_GRAMMAR = 19  # 1: its row of grammar_masks counts
 
 
 RECORD_WIDTH = len(RecordField)
@@ -72,7 +71,6 @@ def make_record(
     record[RecordField.THINKING_BUDGET] = -1 if budget is None else min(budget, _INT32_MAX)
     record[RecordField.NUM_LOGPROBS] = num_step_logprobs(params)
     record[RecordField.PROCESSORS] = processors
-    record[RecordField.HAS_GRAMMAR] = params.structured_outputs is not None
     for column, count in list_counts.items():
         record[column] = count
     return record

@@ -265,9 +265,10 @@ def summarise(data: dict[str, Any]) -> dict[str, Any]:
     for row in rows:
         if "of_parts" in row:
             summary[f"mixed {row['shape']}, time / parts"] = row["of_parts"]
-    of_xla = {row["shape"]: row["of_xla"] for row in rows if "of_xla" in row}
-    if of_xla:
-        summary["rope and kv write, time / XLA's"] = of_xla
+    traced = {row["shape"]: row for row in rows if "xla_device_us" in row}
+    if traced:
+        of_xla = {name: round(row["device_us"] / row["xla_device_us"], 3) for name, row in traced.items()}
+        summary["rope and kv write, kernel time / XLA's"] = of_xla
     return summary
 
 

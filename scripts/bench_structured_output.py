@@ -35,7 +35,7 @@ from scheduler.plan import Planner
 
 NUM_REQUESTS = 256
 NUM_STRUCTURED = (0, 1, 16, 256)
-MASKS_DISPATCH = 0.3  # of a write of masks, in times of a step's
+MASKS_DISPATCH = 0.1  # of 8 masks, in times of a step's
 VOCAB_SIZE = 151936
 EOS = 151645
 SCHEMA = {

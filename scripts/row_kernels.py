@@ -1,7 +1,7 @@
-"""Operations on each row of many: residual sum with RMSNorm, and silu-and-mul, as Pallas Mosaic GPU kernels.
+"""Operations on each row of many: RMSNorm, and silu-and-mul, as Pallas Mosaic GPU kernels.
 
 Candidates that scripts/bench_rows.py measures against what XLA makes; no layer uses them. A thread block takes a row at
-a time and keeps it in registers.
+a time and keeps it in registers. The residual's sum is no part of them: XLA adds it in the product before the norm.
 """
 
 import functools
@@ -16,20 +16,17 @@ from pallas_kernels.common import Ref, pl, plgpu
 _THREADS = 128
 
 
-def add_rms_norm(
-    x: jax.Array, residual: jax.Array, weight: jax.Array, *, eps: float, interpret: Any = False
-) -> tuple[jax.Array, jax.Array]:
-    """rms_norm(x + residual) and x + residual of [T, D], as reference_rope_write.rms_norm rounds."""
+def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, interpret: Any = False) -> jax.Array:
+    """Of [T, D], as reference_rope_write.rms_norm rounds."""
     num_rows, width = x.shape
-    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return pl.kernel(
-        functools.partial(_add_rms_norm, width, eps),
-        out_type=(like, like),
+        functools.partial(_rms_norm, width, eps),
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         mesh=plgpu.Mesh(grid=(num_rows,), grid_names=("row",)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
-        name="add_rms_norm",
-    )(x, residual, weight)
+        name="rms_norm",
+    )(x, weight)
 
 
 def silu_and_mul(gate_up: jax.Array, *, interpret: Any = False) -> jax.Array:
@@ -54,16 +51,11 @@ def _load(ref: Ref, width: int) -> jax.Array:
     return plgpu.load(ref, layout=_layout(width), optimized=False)
 
 
-def _add_rms_norm(
-    width: int, eps: float, x_ref: Ref, residual_ref: Ref, weight_ref: Ref, out_ref: Ref, sum_ref: Ref
-) -> None:
+def _rms_norm(width: int, eps: float, x_ref: Ref, weight_ref: Ref, out_ref: Ref) -> None:
     row = lax.axis_index("row")
     dtype = x_ref.dtype
-    x, residual = _load(x_ref.at[row], width), _load(residual_ref.at[row], width)
+    wide = _load(x_ref.at[row], width).astype(jnp.float32)
     weight = _load(weight_ref, width).astype(jnp.float32)
-    total = (x.astype(jnp.float32) + residual.astype(jnp.float32)).astype(dtype)
-    sum_ref.at[row][...] = total
-    wide = total.astype(jnp.float32)
     factor = lax.rsqrt((wide * wide).sum() * (1.0 / width) + eps)
     out_ref.at[row][...] = ((wide * factor).astype(dtype).astype(jnp.float32) * weight).astype(dtype)
 

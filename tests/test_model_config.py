@@ -218,6 +218,19 @@ def test_missing_field_is_named_with_its_file_and_what_to_do(field, absent):
         ({"layer_types": ["linear_attention"] * 3}, "must list full_attention or sliding_attention"),
         ({"layer_types": ["sliding_attention"] * 3}, '"sliding_window" is not set'),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\), which is not supported"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}}},
+            r"quantised \(compressed-tensors\)",
+        ),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "kv_cache_scheme": {"num_bits": 8, "type": "int", "strategy": "attn_head"},
+                }
+            },
+            r"kv_cache_scheme has {'type': 'int', 'strategy': 'attn_head'}, supported are",
+        ),
     ],
 )
 def test_wrong_value_is_refused_with_file_field_and_value(changes, message):

@@ -3,6 +3,7 @@
 import jax
 from flax import nnx
 
+from jaxvllm.layers.kv_scale import declare_kv_scale
 from jaxvllm.layers.linear import OutputProjection, QKVProjection
 from jaxvllm.layers.norm import RMSNorm
 from jaxvllm.layers.run_layers import LayerContext
@@ -16,6 +17,7 @@ class Attention(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
+        prefix: str,
         qkv_proj: QKVProjection,
         o_proj: OutputProjection,
         *,
@@ -24,7 +26,13 @@ class Attention(nnx.Module):
         scale: float | None = None,
         soft_cap: float | None = None,
     ):
-        """`scale`: of the scores, head_dim ** -0.5 if None; `soft_cap`: see pallas_kernels.paged_attention."""
+        """Declare the scales of an 8-bit cache if the config asks for them; the other weights are the projections'.
+
+        Args:
+          prefix: of the scales' tensors.
+          scale: of the scores, head_dim ** -0.5 if None.
+          soft_cap: see pallas_kernels.paged_attention.
+        """
         self.qkv_proj = qkv_proj
         self.head_shape = (config.num_kv_heads, config.num_heads // config.num_kv_heads + 2, config.head_dim)
         self.o_proj = o_proj
@@ -32,6 +40,7 @@ class Attention(nnx.Module):
         self.k_norm = k_norm
         self.scale = config.head_dim**-0.5 if scale is None else scale
         self.soft_cap = soft_cap
+        self.kv_scale = declare_kv_scale(prefix) if config.has_kv_scales else None
 
     def __call__(self, qkv: jax.Array, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
         """What qkv_proj gives -> [T, N * H] for o_proj, and the cache with the step's keys and values.
@@ -39,6 +48,7 @@ class Attention(nnx.Module):
         The cache given is consumed.
         """
         metadata = context.metadata
+        kv_scale = None if self.kv_scale is None else self.kv_scale.get_value()
         q, kv_cache = rope_and_write_kv(
             qkv.reshape(len(qkv), *self.head_shape),
             kv_cache,
@@ -46,6 +56,7 @@ class Attention(nnx.Module):
             context.layer,
             rope=context.rope,
             norm=self._head_norm(),
+            kv_scale=kv_scale,
             backend=metadata.backend,
         )
         out = paged_attention(
@@ -61,6 +72,7 @@ class Attention(nnx.Module):
             scale=self.scale,
             sliding_window=context.sliding_window,
             soft_cap=self.soft_cap,
+            kv_scale=kv_scale,
             kind=metadata.kind,
             backend=metadata.backend,
         )

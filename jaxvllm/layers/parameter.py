@@ -24,12 +24,16 @@ class CheckpointTensor:
       shape: as stored in the checkpoint.
       index: where it lands in the parameter (of one layer), as an index expression for NumPy.
       convert: from the stored layout to the layout of that part; a view (transpose, reshape) where possible.
+      other_names: under which some checkpoints keep it; the first that is there counts.
+      default: what fills the part where a checkpoint has none of them; None if it must have one.
     """
 
     name: str
     shape: tuple[int, ...]
     index: tuple = (...,)
     convert: Callable[[np.ndarray], np.ndarray] = lambda x: x
+    other_names: tuple[str, ...] = ()
+    default: float | None = None
 
 
 @dataclass(frozen=True)

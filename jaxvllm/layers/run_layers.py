@@ -1,7 +1,7 @@
 """One loop over the decoder layers, unrolled or scanned, and what each layer gets to know."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -69,7 +69,7 @@ class LayerInputs:
         distinct = {kind.rope: kind.rope and rope_tables(kind.rope, head_dim, positions) for kind in kinds.kinds}
         ropes = tuple(distinct[kind.rope] for kind in kinds.kinds)
         windows = tuple(kind.sliding_window for kind in kinds.kinds)
-        return cls(metadata, ropes, windows, make_arrivals(metadata.backend))
+        return cls(_out_of_the_plan(metadata), ropes, windows, make_arrivals(metadata.backend))
 
     def at(self, layer: jax.Array, kind: int | jax.Array) -> "LayerContext":
         """The view of one layer, i32[]; `kind` is static, or i32[] where one program serves layers of many kinds."""
@@ -78,6 +78,16 @@ class LayerInputs:
         rope = jax.tree.map(lambda *tables: jnp.stack(tables)[kind], *self.ropes)
         window = jnp.array([_NO_WINDOW if w is None else w for w in self.windows], jnp.int32)[kind]
         return LayerContext(self.metadata, layer, rope, None if set(self.windows) == {None} else window, self.arrivals)
+
+
+def _out_of_the_plan(metadata: AttentionMetadata) -> AttentionMetadata:
+    """Have what the kernels of each layer read copied out of the step's buffer, once.
+
+    XLA would hand each kernel a slice of the buffer instead, whose address the host computes in every layer and step.
+    """
+    names = ("slot_mapping", "seq_lens", "query_start_loc")
+    copies = jax.lax.optimization_barrier([getattr(metadata, name) for name in names])
+    return replace(metadata, **dict(zip(names, copies, strict=True)))
 
 
 @dataclass(frozen=True)

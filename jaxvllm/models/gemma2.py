@@ -28,6 +28,7 @@ class GemmaDecoderLayer(nnx.Module):
         self.post_feedforward_layernorm = norm(hidden, f"{LAYER_PREFIX}.post_feedforward_layernorm.weight")
         self.self_attn = Attention(
             config,
+            prefix,
             QKVProjection(config, prefix),
             OutputProjection(config, f"{prefix}.o_proj", bias=config.attention_output_bias),
             q_norm=norm(config.head_dim, f"{prefix}.q_norm.weight") if qk_norm else None,

@@ -43,6 +43,7 @@ def llama_layer(config: ModelConfig, *, qk_norm: bool = False) -> LlamaDecoderLa
     norm = partial(RMSNorm, config.head_dim, eps=config.rms_norm_eps, dtype=config.dtype)
     attention = Attention(
         config,
+        prefix,
         QKVProjection(config, prefix),
         OutputProjection(config, f"{prefix}.o_proj", bias=config.attention_output_bias),
         q_norm=norm(f"{prefix}.q_norm.weight") if qk_norm else None,

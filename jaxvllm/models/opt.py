@@ -30,6 +30,7 @@ class OPTDecoderLayer(nnx.Module):
         options = {"eps": config.rms_norm_eps, "dtype": config.dtype}
         self.self_attn = Attention(
             config,
+            prefix,
             QKVProjection(config, prefix),
             OutputProjection(config, f"{prefix}.out_proj", bias=config.attention_output_bias),
         )

@@ -18,6 +18,7 @@ class Phi3ForCausalLM(CausalLM):
             config,
             Attention(
                 config,
+                attention,
                 QKVProjection(config, attention, fused_name=f"{attention}.qkv_proj.weight"),
                 OutputProjection(config, f"{attention}.o_proj", bias=False),
             ),

@@ -1,8 +1,8 @@
 """Changing logits on a GPU: one kernel, in which each row applies what its own request asks and leaves the rest alone.
 
 vLLM's order, in place: allowed ids, bad words, stop ids before min_tokens, bias, penalties. Penalties touch the tokens
-that occur and no others. Kernels of their own apply grammars, before, and what the thinking budget forces, behind
-custom processors.
+that occur and no others. A second kernel writes what the thinking budget forces, behind custom processors. Grammars are
+processors.mask_grammar.
 
 Letters: R rows of the step  N persistent rows  V vocab
 """
@@ -26,7 +26,6 @@ from scheduler.sampling_params import MAX_LISTED_IDS, MAX_THINK_IDS
 from scheduler.token_lists import MAX_MASKED_IDS, ListField
 
 _CHUNK = 1024  # tokens of a row or of its history at a time
-_CHUNKS_PER_PART = 16  # of a row whose grammar is applied
 
 
 @dataclass(frozen=True)
@@ -213,32 +212,6 @@ def _take(row: _Row, words: Ref, ids: jax.Array, is_real: jax.Array) -> jax.Arra
         words[row.number, :] = whole.at[places].set(0, mode="drop")
         return jnp.where(is_real & (winner[ids] == lanes), whole[ids], 0)
     return triton.atomic_xchg(words, (row.number, ids), jnp.zeros(_CHUNK, jnp.int32), mask=is_real)
-
-
-def mask_grammar(logits: jax.Array, rows: SamplingRows, *, interpret: bool = False) -> jax.Array:
-    """-inf at the tokens that a row's grammar does not allow, in place; f32[R, V]."""
-    num_rows, vocab_size = logits.shape
-    parts = pl.cdiv(vocab_size, _CHUNK * _CHUNKS_PER_PART)
-
-    def kernel(_: Ref, is_masked: Ref, places: Ref, masks: Ref, out: Ref) -> None:
-        number, part = pl.program_id(0), pl.program_id(1)
-
-        @pl.when(is_masked[number] != 0)
-        def _() -> None:
-            place = places[number]
-
-            def mask(ids: jax.Array, is_real: jax.Array) -> None:
-                bits = triton.load(masks.at[place, ids >> 5], mask=is_real, other=0)
-                is_forbidden = is_real & ((bits >> (ids & 31)) & 1 == 0)
-                ids = jnp.where(is_forbidden, ids, vocab_size)
-                triton.store(out.at[number, ids], jnp.full(_CHUNK, -jnp.inf), mask=is_forbidden)
-
-            start = part * (_CHUNK * _CHUNKS_PER_PART)
-            _over_chunks(start, jnp.minimum(start + _CHUNK * _CHUNKS_PER_PART, vocab_size), mask)
-
-    args = (logits, (rows.has_grammar & rows.needs_sample).astype(jnp.int32), rows.rows, rows.grammar_masks)
-    outputs = jax.ShapeDtypeStruct(logits.shape, jnp.float32)
-    return call_kernel(kernel, (num_rows, parts), outputs, *args, aliases={0: 0}, interpret=interpret)
 
 
 def _over_chunks(start: jax.Array, end: jax.Array, visit: Callable[[jax.Array, jax.Array], None]) -> None:

@@ -21,8 +21,6 @@ from scheduler.records import RecordField
 from scheduler.sampling_params import MAX_LISTED_IDS
 from scheduler.token_lists import MAX_MASKED_IDS, ListField
 
-_ROWS_PER_CHUNK = 16  # rows that mask_grammar treats at a time
-
 
 def process_logits(
     logits: jax.Array,
@@ -65,29 +63,18 @@ def _edit_logits(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     return _mask(edited, bad_word_ids(rows, logits.shape[1]))
 
 
-def mask_grammar(logits: jax.Array, rows: SamplingRows, backend: Backend = "reference") -> jax.Array:
-    """-inf at the tokens that a row's grammar does not allow; f32[R, V] to f32[R, V]. Other rows are not touched."""
-    masks = rows.grammar_masks
-    if masks.shape[1] == 0:
-        return logits
-    if backend != "reference":
-        return process_kernel.mask_grammar(logits, rows, interpret=backend == "mosaic_gpu_interpret")
-    num_rows, vocab_size = logits.shape
-    has_mask = rows.has_grammar & rows.needs_sample
-    chunk = min(num_rows, _ROWS_PER_CHUNK)
-    (masked_rows,) = jnp.nonzero(has_mask, size=-(-num_rows // chunk) * chunk, fill_value=num_rows)
-    tokens = jnp.arange(vocab_size, dtype=jnp.uint32)
+def mask_grammar(logits: jax.Array, places: jax.Array, masks: jax.Array) -> jax.Array:
+    """-inf at the tokens that rows' grammars do not allow.
 
-    def mask_chunk(i: jax.Array, logits: jax.Array) -> jax.Array:
-        places = lax.dynamic_slice(masked_rows, (i * chunk,), (chunk,))
-        words = masks.at[rows.rows.at[places].get(mode="fill", fill_value=0)].get(mode="fill", fill_value=0)
-        is_allowed = (words[:, tokens >> 5] >> (tokens & 31).astype(jnp.int32)) & 1 == 1
-        kept = jnp.where(is_allowed, logits.at[places].get(mode="clip"), -jnp.inf)
-        return logits.at[places].set(kept, mode="drop")
-
-    # Rows in place, in a loop that runs as often as there are such rows: a cond that passed the logits through would
-    # copy them all, 70 us at [256, 151936] on an H200's memory.
-    return lax.fori_loop(0, -(-jnp.sum(has_mask) // chunk), mask_chunk, logits)
+    Args:
+      logits: f32[R, V].
+      places: i32[A] in the step; R and more: a pad.
+      masks: i32[A, words] bit b of word w: token 32 * w + b may come next; words beyond V do not count.
+    """
+    tokens = jnp.arange(logits.shape[1], dtype=jnp.uint32)
+    is_allowed = (masks[:, tokens >> 5] >> (tokens & 31).astype(jnp.int32)) & 1 == 1
+    kept = jnp.where(is_allowed, logits.at[places].get(mode="clip"), -jnp.inf)
+    return logits.at[places].set(kept, mode="drop")
 
 
 def penalise(logits: jax.Array, words: jax.Array, rows: SamplingRows) -> jax.Array:

@@ -24,7 +24,6 @@ class SamplingRows:
     rows: jax.Array  # i32[R] persistent row; pads hold N
     token_ids: jax.Array  # i32[N, L] by position
     token_lists: jax.Array  # i32[N, list_width] see scheduler.token_lists
-    grammar_masks: jax.Array  # i32[N, words] bit b of word w: token 32 * w + b may come next
 
     @staticmethod
     def of_step(
@@ -32,14 +31,12 @@ class SamplingRows:
         records: jax.Array,
         token_lists: jax.Array,
         token_ids: jax.Array,
-        grammar_masks: jax.Array | None = None,
     ) -> "SamplingRows":
         """The rows of a step.
 
         Args:
           step_rows: i32[3, R] as StepOutput has them.
-          records, token_lists, token_ids, grammar_masks: of the device state, with the step's admissions; the masks
-            are for mask_grammar alone.
+          records, token_lists, token_ids: of the device state, with the step's admissions.
         """
         rows, seq_lens, needs_sample = step_rows
         return SamplingRows(
@@ -49,7 +46,6 @@ class SamplingRows:
             rows=rows,
             token_ids=token_ids,
             token_lists=token_lists,
-            grammar_masks=jnp.zeros((0, 0), jnp.int32) if grammar_masks is None else grammar_masks,
         )
 
     def ints(self, column: RecordField) -> jax.Array:
@@ -109,11 +105,6 @@ class SamplingRows:
     def has_repetition_penalty(self) -> jax.Array:
         """bool[R] whether the prompt's tokens matter too."""
         return self.floats(RecordField.REPETITION_PENALTY) != 1
-
-    @property
-    def has_grammar(self) -> jax.Array:
-        """bool[R] whether the row's grammar mask counts."""
-        return self.ints(RecordField.HAS_GRAMMAR) == 1
 
     @property
     def num_logprobs(self) -> jax.Array:

@@ -1,5 +1,7 @@
 """load_params: checkpoint tensors into the declared parameters, stacked by layer and merged as declared."""
 
+import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +12,14 @@ import numpy as np
 from jaxvllm.layers.parameter import CheckpointTensor, ParamSpec
 from jaxvllm.weights.checkpoint import Checkpoint, TensorInfo
 
+logger = logging.getLogger(__name__)
+
 Put = Callable[[np.ndarray, ParamSpec], jax.Array]
 
 # Stored by older exporters, computed here. Everything else that no parameter asks for is an error.
 _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(.*\.)?position_ids")
+# Of attention in 8 bits, whose scores are computed in 16 here; or of a cache in 8 bits where it is kept in more.
+_SCALES = re.compile(r".*\.(q|k|v|kv|prob)_scale|.*\.[kv]_proj\.output_scale")
 _HEAD = "lm_head.weight"
 _EMBEDDING_SUFFIX = "embed_tokens.weight"
 _MAX_LISTED = 8
@@ -37,6 +43,7 @@ def load_params(
     stored = checkpoint.tensors()
     names = _resolve_names(specs, stored)
     _check(specs, stored, names, checkpoint)
+    _log_defaults(specs, names, checkpoint)
     put = put or (lambda array, spec: jax.device_put(array))
     params = {}
     with ThreadPoolExecutor(_NUM_READERS) as pool:
@@ -61,10 +68,14 @@ def _resolve_names(specs: Mapping[str, ParamSpec], stored: Mapping[str, TensorIn
 
     Checkpoints saved from the base model lack the "model." in front; tied models may store the head alone.
     """
-    wanted = {name for spec in specs.values() for _, name, _ in _sources(spec)}
+    wanted = {
+        name: [other.format(layer=layer) for other in source.other_names]
+        for spec in specs.values()
+        for layer, name, source in _sources(spec)
+    }
     names = {}
-    for name in wanted:
-        candidates = [name, name.removeprefix("model.")]
+    for name, others in wanted.items():
+        candidates = [form for each in (name, *others) for form in (each, each.removeprefix("model."))]
         if name.endswith(_EMBEDDING_SUFFIX) and _HEAD not in wanted:
             candidates.append(_HEAD)
         found = next((candidate for candidate in candidates if candidate in stored), None)
@@ -82,11 +93,12 @@ def _check(
     for spec in specs.values():
         for _, name, source in _sources(spec):
             if name not in names:
-                missing.append(name)
-            elif stored[names[name]].shape != source.shape:
+                missing += [name] if source.default is None else []
+            elif not _fits(stored[names[name]].shape, source.shape):
                 misshaped.append(f"{name} is {list(stored[names[name]].shape)}, expected {list(source.shape)}")
     ignored = set(names.values()) | ({_HEAD} if _HEAD not in missing else set())
     extra = [name for name in stored if name not in ignored and not _HARMLESS.fullmatch(name)]
+    extra = [name for name in extra if not _SCALES.fullmatch(name)]
     problems = []
     if missing:
         problems.append(f"missing: {_listed(missing)}" + _remedy_for_missing(missing))
@@ -99,6 +111,19 @@ def _check(
             f"{checkpoint.path}: the weights do not fit the model that the config describes; "
             + "; ".join(problems)
             + ". Check that config and weights belong together, or download both again"
+        )
+
+
+def _fits(stored: tuple[int, ...], declared: tuple[int, ...]) -> bool:
+    """Whether the shapes are the same; a scalar may be stored as [1]."""
+    return stored == declared or (declared == () and math.prod(stored) == 1)
+
+
+def _log_defaults(specs: Mapping[str, ParamSpec], names: Mapping[str, str], checkpoint: Checkpoint) -> None:
+    absent = [name for spec in specs.values() for _, name, source in _sources(spec) if name not in names]
+    if absent:
+        logger.warning(
+            "%s: no %s: the KV cache's scales are 1 there, accuracy may suffer", checkpoint.path, _listed(absent)
         )
 
 
@@ -124,12 +149,12 @@ def _assemble(
 
     def fill(name: str) -> int:
         """Read one tensor, put it where it belongs; returns how many elements it filled."""
-        tensor = checkpoint.read(names[name])
+        tensor = checkpoint.read(names[name]) if name in names else None
         filled = 0
         for layer, source in parts[name]:
             # The ellipsis keeps a view where the index picks a single element.
             target = (array if layer is None else array[layer])[source.index][...]
-            part = source.convert(tensor)
+            part = source.convert(np.asarray(source.default) if tensor is None else tensor)
             # NumPy would broadcast a part that is too small, and the rest would be right by luck only.
             if target.shape != part.shape:
                 raise ValueError(f"{name}: converted to {part.shape}, declared to fill {target.shape}")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvllm.sampling import SamplingRows, mask_grammar, process_logits, sample
+from jaxvllm.sampling import SamplingRows, process_logits, sample
 from pallas_kernels import Backend
 from scheduler.batch import BatchLimits, SamplingRecord
 from scheduler.sampling_params import SamplingParams
@@ -51,7 +51,6 @@ def make_rows(
         rows=jnp.asarray(rows, jnp.int32),
         token_ids=jnp.asarray(token_ids),
         token_lists=jnp.asarray(lists),
-        grammar_masks=jnp.zeros((n + 2, 0), jnp.int32),
     )
 
 
@@ -72,5 +71,4 @@ def process_and_sample(
     logits: jax.Array, rows: SamplingRows, backend: Backend = "reference"
 ) -> tuple[jax.Array, jax.Array]:
     """Token ids and logprobs, by the programs behind a step."""
-    masked = mask_grammar(logits, rows, backend)
-    return sample(masked, process_logits(masked, rows, (), backend), rows, backend)
+    return sample(logits, process_logits(logits, rows, (), backend), rows, backend)

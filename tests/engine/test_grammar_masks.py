@@ -1,14 +1,14 @@
 """Grammar masks on the device: a masked row draws allowed tokens alone, the others are as without grammars."""
 
-from dataclasses import replace
-
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxvllm.compile_cache import SamplingProgram
+from jaxvllm.sampling import mask_grammar
 from scheduler.batch import BatchLimits
 from scheduler.buckets import explicit
-from scheduler.logprob_columns import read_logprobs
 from scheduler.plan import MASKS_PER_WRITE
 from scheduler.sampling_params import SamplingParams
 from tests.engine.sampling_rows import make_rows, process_and_sample
@@ -27,10 +27,15 @@ def pack(allowed: np.ndarray) -> np.ndarray:
 
 
 def draw(params: list[SamplingParams], needs_sample: np.ndarray, logits: np.ndarray, allowed: np.ndarray) -> np.ndarray:
-    rows = make_rows(params, needs_sample=needs_sample)
-    masks = np.zeros((R + 2, -(-V // 32)), np.int32)  # nothing is allowed in rows that are not read
-    masks[np.asarray(rows.rows)] = pack(allowed)
-    return np.asarray(process_and_sample(jnp.asarray(logits), replace(rows, grammar_masks=jnp.asarray(masks)))[0])
+    """The tokens of the step's rows; rows with a grammar that sample get their masks, 8 at a time."""
+    masked = [i for i, p in enumerate(params) if p.structured_outputs is not None and needs_sample[i]]
+    processed = jnp.asarray(logits)
+    for start in range(0, len(masked), 8):
+        places = np.full(8, R + 5)
+        places[: len(masked[start : start + 8])] = masked[start : start + 8]
+        masks = pack(allowed)[np.minimum(places, R - 1)]
+        processed = jax.jit(mask_grammar)(processed, jnp.asarray(places), jnp.asarray(masks))
+    return np.asarray(process_and_sample(processed, make_rows(params, needs_sample=needs_sample))[0])
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -56,23 +61,6 @@ def test_masked_rows_draw_what_is_allowed_and_the_others_what_they_draw_alone(te
         np.testing.assert_array_equal(got[needs_sample], alone[needs_sample])
         counts = has_grammar & needs_sample
         assert allowed[counts, got[counts]].all()
-
-
-def test_logprobs_are_of_the_logits_that_a_grammar_leaves():
-    """As in vLLM, which masks before its sampler begins; no other processor shows in them."""
-    rng = np.random.default_rng(3)
-    logits, allowed = rng.normal(0, 3, (2, V)).astype(np.float32), rng.random((2, V)) < 0.1
-    params = {"temperature": 0.0, "logprobs": 4, "presence_penalty": 1.0}
-    rows = make_rows([SamplingParams(**params, structured_outputs={"regex": "a"}), SamplingParams(**params)])
-    masks = np.zeros((4, -(-V // 32)), np.int32)
-    masks[np.asarray(rows.rows)] = pack(allowed)
-    packed = np.asarray(process_and_sample(jnp.asarray(logits), replace(rows, grammar_masks=jnp.asarray(masks)))[1])
-    seen = np.stack([np.where(allowed[0], logits[0], -np.inf), logits[1]]).astype(np.float64)
-    for row in range(2):
-        got = read_logprobs(packed[row], 5)
-        logprobs = seen[row] - np.log(np.exp(seen[row]).sum())
-        assert got.token_ids[1:] == np.argsort(-seen[row], kind="stable")[:4].tolist()
-        np.testing.assert_allclose(got.logprobs, logprobs[got.token_ids], atol=1e-5)
 
 
 class MaskedLoop(Loop):
@@ -101,7 +89,7 @@ class MaskedLoop(Loop):
 
 def test_masks_reach_their_rows_in_programs_compiled_ahead_and_a_reused_row_is_free_of_them():
     runner = make_runner(LIMITS, POLICY, 300)
-    assert "masks" in runner.program_keys()
+    assert SamplingProgram("mask", 19) in runner.program_keys()
     prompts = {f"r{i}": np.random.default_rng(i).integers(1, VOCAB, 3 + i % 5).tolist() for i in range(19)}
     free = Loop(LIMITS, POLICY, runner)
     for request_id, prompt in prompts.items():

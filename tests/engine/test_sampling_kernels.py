@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm.sampling import SamplingRows, draw, draw_kernel, mask_grammar, position_logprobs, process_logits, sample
+from jaxvllm.sampling import SamplingRows, draw, draw_kernel, position_logprobs, process_logits, sample
 from pallas_kernels import Backend
 from scheduler.logprob_columns import read_logprobs
-from scheduler.records import RecordField
 from scheduler.sampling_params import DerivedParams, SamplingParams
 from tests.engine.sampling_rows import make_rows
 from tests.engine.test_sampling import mixed_params
@@ -97,17 +96,12 @@ def test_processed_logits_are_those_of_xla():
     needs_sample = arrays.random(n) < 0.9
     needs_sample[-1] = True
     rows = make_rows(list(params), eos=EOS, histories=list(histories), needs_sample=needs_sample)
-    records = np.array(rows.records)
-    records[arrays.random(n) < 0.3, RecordField.HAS_GRAMMAR] = 1
-    records[-1] = np.asarray(rows.records)[-1]
-    masks = arrays.integers(-(2**31), 2**31, (n + 2, -(-V // 32))).astype(np.int32)
-    rows = replace(rows, records=jnp.asarray(records), grammar_masks=jnp.asarray(masks))
     rows = replace(rows, rows=jnp.where(rows.needs_sample, rows.rows, n + 2))  # as a pad's
     logits = rounded(arrays, n, V)
 
     @partial(jax.jit, static_argnums=2)
     def process(logits: jax.Array, rows: SamplingRows, backend: Backend) -> jax.Array:
-        return process_logits(mask_grammar(logits, rows, backend), rows, (), backend)
+        return process_logits(logits, rows, (), backend)
 
     expected, got = (np.asarray(process(logits, rows, backend))[needs_sample] for backend in ("reference", INTERPRET))
     assert np.array_equal(np.isfinite(got), np.isfinite(expected))
@@ -121,10 +115,9 @@ def test_on_a_gpu_the_sampler_has_no_condition_and_no_loop_outside_its_kernels()
     """XLA prepares every branch each time a program runs, so conditions cost the host time."""
     logits = jnp.zeros((5, 30011))
     rows = make_rows([SamplingParams(temperature=0.5, presence_penalty=1.0)] * 5)
-    rows = replace(rows, grammar_masks=jnp.zeros((7, 938), jnp.int32))
     for function in (
         lambda logits, rows: sample(logits, logits, rows, "mosaic_gpu"),
-        lambda logits, rows: process_logits(mask_grammar(logits, rows, "mosaic_gpu"), rows, (), "mosaic_gpu"),
+        lambda logits, rows: process_logits(logits, rows, (), "mosaic_gpu"),
     ):
         text = jax.jit(function).trace(logits, rows).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("__gpu$xla.gpu.triton") >= 2

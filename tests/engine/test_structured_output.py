@@ -69,6 +69,14 @@ def test_200_texts_of_random_schemas_are_valid_or_the_beginning_of_a_valid_text(
     assert min(ends["stop"], ends["length"]) > 30, ends
 
 
+def test_logprobs_are_of_the_logits_that_a_grammar_leaves(engine):
+    """As in vLLM, which masks before its sampler begins: what is not allowed has no share of the probability."""
+    [output] = generate(engine, [replace(params(max_tokens=1, choice=["a", "b"]), logprobs=20)])
+    [position] = output.outputs[0].logprobs
+    probabilities = np.exp([entry.logprob for entry in position.values()])
+    assert abs(probabilities.sum() - 1) < 1e-5 and (probabilities > 0).sum() < 20
+
+
 def accepts_ebnf(text: str) -> bool:
     """EBNF by hand: nested lists of the letters a to c, none of them empty."""
     try:

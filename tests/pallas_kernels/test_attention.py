@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cache_head_dim, make_attention_work, paged_attention, rope_and_write_kv
+from pallas_kernels import LayerSlice, cache_head_dim, make_attention_work, paged_attention, rope_and_write_kv
 from tests.pallas_kernels.attention_cases import AttentionCase, expected_attention, make_case, merge_qkv, rounded_case
 
 SCALE = 0.17
@@ -75,6 +75,9 @@ class Setting:
                 backend=backend,
             )
             options = {"scale": SCALE, "kind": self.kind, "backend": backend, **self.options}
+            if "kv_scale" in options:  # among those of all layers
+                scales = jnp.full((len(kv_cache), 2), jnp.nan).at[case.layer].set(options["kv_scale"])
+                options["kv_scale"] = LayerSlice(scales, layer)
             return paged_attention(q, kv_cache, layer, *rows, work, **options)
 
         floats = [jnp.asarray(x, self.dtype) for x in (case.q, case.k, case.v)]
@@ -114,6 +117,9 @@ SETTINGS = {
     "float16": Setting(FEW, 4, 2, dtype=jnp.float16, num_decodes=1),
     "8-bit cache": Setting(FEW, 2, 1, cache_dtype=FP8, num_decodes=1, options={"kv_scale": np.float32([0.5, 3])}),
     "8-bit cache, float16": Setting(FEW, 2, 1, 128, cache_dtype=FP8, dtype=jnp.float16, num_decodes=1),
+    "maxima that jump": Setting(  # by more than prefill's MAX_GROWTH in some rows of some tiles, and by less in others
+        [(150, 1), (170, 29)], 2, 1, cache_dtype=FP8, num_decodes=1, options={"kv_scale": np.float32([12, 1])}
+    ),
     "window shorter than a tile": Setting([(150, 1), (200, 70)], 2, 1, num_decodes=1, options={"sliding_window": 37}),
     "window of two tiles": Setting([(200, 70)], 1, 1, num_decodes=0, options={"sliding_window": 139}),
     "soft cap": Setting(SHORT, 4, 2, options={"soft_cap": 1.5}),

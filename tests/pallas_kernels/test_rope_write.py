@@ -139,7 +139,14 @@ def test_an_8_bit_cache_holds_keys_and_values_over_their_scales_clipped_to_its_r
     case.qkv[2, 1, 2:, 5] = 1e4
     scale = np.array([0.5, 3], np.float32)
     args = (jnp.asarray(case.qkv, jnp.bfloat16), jnp.asarray(case.kv_cache, FP8), case.slots, jnp.int32(LAYER))
-    _, cache = jax.jit(partial(rope_and_write_kv, backend=backend))(*args, kv_scale=scale)
+    _, plain = jax.jit(partial(rope_and_write_kv, backend=backend))(*args, kv_scale=scale)
+
+    def run(qkv, kv_cache, slots, layer):
+        scales = LayerSlice(jnp.stack([jnp.full(2, jnp.nan), scale]), layer)
+        return rope_and_write_kv(qkv, kv_cache, slots, layer, kv_scale=scales, backend=backend)[1]
+
+    cache = jax.jit(run)(*args)
+    np.testing.assert_array_equal(np.asarray(cache, np.float32), np.asarray(plain, np.float32))
     block, offset = np.divmod(case.slots[: case.num_tokens], BLOCK_SIZE)
     got = np.asarray(cache.astype(jnp.float32))[LAYER, block, :, :, offset]  # [T, 2, K, H]
     wide = np.stack([bf16(case.qkv[: case.num_tokens, :, part]) for part in (-2, -1)], axis=1)

@@ -1,0 +1,182 @@
+"""What the computing warpgroup of the decode kernel does with the key tiles of one item.
+
+Keys are the rows of the products, 64 at a time, and the query heads of the group their columns.
+
+Letters: N query heads  K kv heads  H head_dim  G = N / K
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.common import LOG2E, MIN_SCORE, Ref, capped, full, pl, plgpu, widened
+from pallas_kernels.decode_copy import DecodeInputs, DecodeScratch
+from pallas_kernels.decode_merge import across_rows
+from pallas_kernels.decode_sizes import DecodeSizes
+from pallas_kernels.layer_slice import place_in
+
+_WGMMA = plgpu.Layout.WGMMA
+_ROWS = 64  # of a product
+
+
+@dataclass(frozen=True)
+class ItemTiles:
+    """Tiles [begin, end) of one item; the CTA has done `done` tiles before them."""
+
+    length: jax.Array  # keys of the item's row
+    begin: jax.Array
+    end: jax.Array
+    done: jax.Array
+
+
+def attend_tiles(
+    sizes: DecodeSizes, inputs: DecodeInputs, scratch: DecodeScratch, q_slot: jax.Array, tiles: ItemTiles
+) -> tuple[list[jax.Array], jax.Array]:
+    """The part of an item that its tiles give; releases the slot of q.
+
+    Returns:
+      Normalised O^T in 64-row parts, f32[64, columns] each, and the base-2 log-sum-exp of each column's scores.
+    """
+    columns = sizes.columns
+    factor = sizes.scale * (1.0 if sizes.soft_cap else LOG2E)
+    if inputs.kv_scale is not None:
+        factor = factor * inputs.kv_scale[place_in(inputs.kv_scale, inputs.layer[0]), 0]
+    q = _take_q(sizes, scratch, q_slot, factor)
+
+    def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        highest, total, acc = carry
+        slot = lax.rem(tiles.done + (i - tiles.begin), jnp.int32(sizes.config.stages))
+        first_key = (sizes.first_tile(tiles.length) + i) * sizes.config.tile
+        plgpu.barrier_wait(scratch.k_full.at[slot])
+        scores = _scores(sizes, scratch, slot, q)
+        plgpu.barrier_arrive(scratch.k_free.at[slot])
+        if not sizes.is_narrow:
+            scores = [s * factor for s in scores]
+        if sizes.soft_cap is not None:
+            scores = [capped(s, sizes.soft_cap) for s in scores]
+        scores = [
+            jnp.where(_is_seen(sizes, s.shape, tiles.length, first_key + part * _ROWS), s, MIN_SCORE)
+            for part, s in enumerate(scores)
+        ]
+        new_highest = jnp.maximum(highest, _maximum(scores).max(axis=0))
+        rescale = jnp.exp2(highest - new_highest)
+        total = total * across_rows(rescale, total)
+        for part, s in enumerate(scores):
+            p = jnp.exp2(s - across_rows(new_highest, s))
+            # Summed over keys only once, at the end: a sum across warps costs more than these additions.
+            total = total + p
+            rows = scratch.p.at[:, pl.ds(part * _ROWS, _ROWS)] if len(scores) > 1 else scratch.p
+            rows.transpose((1, 0))[...] = p.astype(sizes.product_dtype)
+        if not sizes.is_narrow:
+            plgpu.barrier_wait(scratch.v_full.at[slot])
+        update = _values(sizes, scratch, slot, tiles.length, first_key)
+        acc = tuple(a * across_rows(rescale, a) + u for a, u in zip(acc, update, strict=True))
+        return new_highest, total, acc
+
+    start = (full((columns,), MIN_SCORE, _WGMMA.reduce(0)), full((_ROWS, columns), 0.0, _WGMMA))
+    zeros = tuple(full((64, columns), 0.0, _WGMMA) for _ in range(sizes.parts))
+    highest, total, acc = lax.fori_loop(tiles.begin, tiles.end, step, (*start, zeros))
+    plgpu.barrier_arrive(scratch.q_free.at[q_slot])
+    total = total.sum(axis=0)
+    total = jnp.where(total == 0, 1.0, total)
+    factor_of_values = 1.0 / total
+    if inputs.kv_scale is not None:
+        factor_of_values = factor_of_values * inputs.kv_scale[place_in(inputs.kv_scale, inputs.layer[0]), 1]
+    return [a * across_rows(factor_of_values, a) for a in acc], highest + jnp.log2(total)
+
+
+def _maximum(parts: list[jax.Array]) -> jax.Array:
+    highest = parts[0]
+    for part in parts[1:]:
+        highest = jnp.maximum(highest, part)
+    return highest
+
+
+def _take_q(sizes: DecodeSizes, scratch: DecodeScratch, q_slot: jax.Array, factor: Any) -> Ref:
+    """The item's q, [columns, H], as the products take it: with 8-bit keys in float16, and times the factor."""
+    if not sizes.is_narrow:
+        return scratch.q.at[q_slot]
+    q = plgpu.load(scratch.q.at[q_slot].transpose((1, 0)), layout=_WGMMA, optimized=False).astype(jnp.float32) * factor
+    limit = float(jnp.finfo(jnp.float16).max)
+    scratch.q_half.transpose((1, 0))[...] = jnp.minimum(jnp.maximum(q, -limit), limit).astype(jnp.float16)
+    plgpu.commit_smem()
+    return scratch.q_half
+
+
+def _scores(sizes: DecodeSizes, scratch: DecodeScratch, slot: jax.Array, q: Ref) -> list[jax.Array]:
+    """K Q^T of a tile in parts f32[64, columns]; values of 8 bits are widened beside the last product."""
+    keys, q = scratch.k.at[slot], q.transpose((1, 0))
+
+    def product(k: Any, is_last: bool) -> jax.Array:
+        def body(acc: Ref) -> jax.Array:
+            plgpu.wgmma(acc, k, q)
+            if sizes.is_narrow and is_last:
+                _widen_values(sizes, scratch, slot)
+            return acc[...]
+
+        return pl.run_scoped(body, plgpu.ACC((_ROWS, sizes.columns), jnp.float32))
+
+    out = []
+    for part in range(0, sizes.config.tile, _ROWS):
+        k = keys.at[pl.ds(part, _ROWS)] if sizes.config.tile > _ROWS else keys
+        if sizes.is_narrow:
+            k = widened(k, sizes.product_dtype)
+            if not sizes.on_card:  # the interpreter takes operands from shared memory
+                scratch.k_wide[...] = k
+                plgpu.commit_smem()
+                k = scratch.k_wide
+        out.append(product(k, part + _ROWS == sizes.config.tile))
+    return out
+
+
+def _widen_values(sizes: DecodeSizes, scratch: DecodeScratch, slot: jax.Array) -> None:
+    """Wait for the values, 8-bit numbers, and put them into scratch.v_wide; releases the slot."""
+    plgpu.barrier_wait(scratch.v_full.at[slot])
+    for part in range(0, sizes.config.tile, _ROWS):
+        rows = pl.ds(part, _ROWS)
+        scratch.v_wide[rows] = widened(scratch.v.at[slot, rows], sizes.product_dtype)
+    plgpu.barrier_arrive(scratch.v_free.at[slot])
+
+
+def _values(
+    sizes: DecodeSizes, scratch: DecodeScratch, slot: jax.Array, length: jax.Array, first_key: jax.Array
+) -> tuple[jax.Array, ...]:
+    """V^T P^T of a tile in parts f32[64, columns]; releases the slot."""
+    values = scratch.v_wide if sizes.is_narrow else scratch.v.at[slot]
+    has_unseen = length - first_key < sizes.config.tile
+    if sizes.sliding_window is not None:
+        has_unseen = jnp.logical_or(has_unseen, length - sizes.sliding_window > first_key)
+
+    @pl.when(has_unseen)
+    def _():
+        # The weights there are 0, but 0 * NaN is NaN.
+        for part in range(0, sizes.config.tile, _ROWS):
+            here = values.at[pl.ds(part, _ROWS)]
+            loaded = plgpu.load(here, layout=_WGMMA)
+            seen = _is_seen(sizes, loaded.shape, length, first_key + part)
+            here[...] = jnp.where(seen, loaded, jnp.zeros_like(loaded))
+
+    plgpu.commit_smem()
+
+    def body(*accs: Ref) -> tuple[jax.Array, ...]:
+        for part, acc in enumerate(accs):
+            rows = values.at[:, pl.ds(part * 64, 64)].transpose((1, 0))
+            plgpu.wgmma(acc, rows, scratch.p.transpose((1, 0)))
+        return tuple(acc[...] for acc in accs)
+
+    update = pl.run_scoped(body, *[plgpu.ACC((64, sizes.columns), jnp.float32) for _ in range(sizes.parts)])
+    if not sizes.is_narrow:
+        plgpu.barrier_arrive(scratch.v_free.at[slot])
+    return update
+
+
+def _is_seen(sizes: DecodeSizes, shape: tuple[int, ...], length: jax.Array, first_key: jax.Array) -> jax.Array:
+    """Which rows, keys from `first_key` on, the query sees."""
+    key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA)
+    seen = key < length - first_key
+    if sizes.sliding_window is None:
+        return seen
+    return jnp.logical_and(seen, key >= length - sizes.sliding_window - first_key)

@@ -1,0 +1,191 @@
+"""The static sizes of a kernel of few-row products, what it serves, and the references that its parts share.
+
+Letters: K inputs  N outputs  S segments
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.common import Ref, div
+from pallas_kernels.layer_slice import place_in
+from pallas_kernels.reference_matmul import MatmulStage
+from pallas_kernels.tuning import MatmulConfig
+
+FEW_ROWS = 8
+UNIT = 16
+MAX_STAGES = 4
+_SEGMENTS = (8, 4, 2, 1)
+# Rows of a unit in atoms.
+ROW_TILES = UNIT // FEW_ROWS
+_ATOM_BYTES = 1024
+_MAX_TILE = 16
+_SMEM_BYTES = 227 * 1024
+# Beside the ring and x: barriers, sums of squares, the sums across segments.
+_OTHER_BYTES = 12 * 1024
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """Sizes and options of one product."""
+
+    num_inputs: int
+    num_outputs: int
+    segments: int
+    is_gated: bool
+    has_norm: bool
+    eps: float
+    unit_offset: bool
+    has_bias: bool
+    activation: str | None
+    adds_residual: bool
+    first_cta: int  # which takes unit 0
+
+    @property
+    def ways(self) -> int:
+        """Weight rows of an output: 2 with a gate."""
+        return 2 if self.is_gated else 1
+
+    @property
+    def num_units(self) -> int:
+        """Of 16 outputs."""
+        return self.num_outputs // UNIT
+
+    @property
+    def num_atoms(self) -> int:
+        """Of 64 inputs."""
+        return self.num_inputs // 64
+
+    @property
+    def tile(self) -> int:
+        """Atoms of each weight row that one slot of the ring holds."""
+        counts = range(self.segments, _MAX_TILE + 1, self.segments)
+        return max(n for n in counts if self.num_atoms % n == 0)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a weight row."""
+        return self.num_atoms // self.tile
+
+
+@dataclass(frozen=True)
+class MatmulSizes:
+    """What a kernel is compiled for."""
+
+    stages: tuple[StageSizes, ...]
+    num_ctas: int
+    dtype: Any
+    max_slots: int
+    copy_whole_tiles: bool
+
+    @property
+    def tile(self) -> int:
+        """Of all stages."""
+        return self.stages[0].tile
+
+    @property
+    def max_atoms(self) -> int:
+        """Of the widest input."""
+        return max(stage.num_atoms for stage in self.stages)
+
+    @property
+    def x_rows(self) -> int:
+        """Rows of x_smem: every run of segments can be read as 64 rows, whatever lies behind."""
+        return FEW_ROWS * (self.max_atoms + 8 - self.stages[0].segments)
+
+    @property
+    def num_slots(self) -> int:
+        """Tiles of the ring: as many as fit beside x."""
+        room = _SMEM_BYTES - _OTHER_BYTES - 128 * self.x_rows
+        return min(room // (_ATOM_BYTES * ROW_TILES * self.tile), self.max_slots)
+
+    def num_mine(self, stage: StageSizes) -> tuple[jax.Array, jax.Array]:
+        """The first unit of this CTA, and how many it has: every num_ctas-th."""
+        first = lax.axis_index("cta") + (self.num_ctas - stage.first_cta)
+        first = jnp.where(first >= self.num_ctas, first - self.num_ctas, first)
+        return first, div(jnp.maximum(stage.num_units - first + (self.num_ctas - 1), 0), self.num_ctas)
+
+
+def _segments_of(num_inputs: int) -> int:
+    """Into how many segments K, a multiple of 64, is cut."""
+    return next(s for s in _SEGMENTS if num_inputs % (64 * s) == 0)
+
+
+def unsupported_reason(x: jax.Array, stages: tuple[MatmulStage, ...]) -> str | None:
+    """Why there is no kernel for these arguments, in words, or None if there is one."""
+    if x.shape[0] != FEW_ROWS:
+        return f"{x.shape[0]} rows, only {FEW_ROWS} have a kernel"
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {x.dtype.name}, only bfloat16 and float16 have kernels"
+    if len(stages) > MAX_STAGES:
+        return f"{len(stages)} stages, at most {MAX_STAGES} have a kernel"
+    for stage in stages:
+        if stage.activation == "gelu":
+            return "activation gelu, only its approximation by tanh has a kernel"
+        num_outputs, num_inputs = stage.weight.shape[-2:]
+        if num_outputs % UNIT or num_inputs % 64:
+            return f"{num_inputs} inputs and {num_outputs} outputs, only multiples of 64 and {UNIT} have kernels"
+        if 2 * FEW_ROWS * num_inputs > _SMEM_BYTES - _OTHER_BYTES - (3 * _MAX_TILE * ROW_TILES + 8) * _ATOM_BYTES:
+            return f"{num_inputs} inputs do not fit into shared memory"
+    return None
+
+
+def make_sizes(x: jax.Array, stages: tuple[MatmulStage, ...], config: MatmulConfig) -> MatmulSizes:
+    """Read the sizes off the arguments; each stage begins on the CTA after the last one of the stage before."""
+    made, first_cta = [], 0
+    for stage in stages:
+        num_inputs = stage.weight.shape[-1]
+        made.append(
+            StageSizes(
+                num_inputs=num_inputs,
+                num_outputs=stage.weight.shape[-2],
+                segments=_segments_of(num_inputs),
+                is_gated=stage.is_gated,
+                has_norm=stage.norm_weight is not None,
+                eps=stage.eps,
+                unit_offset=stage.unit_offset,
+                has_bias=stage.bias is not None,
+                activation=stage.activation,
+                adds_residual=stage.adds_residual,
+                first_cta=first_cta,
+            )
+        )
+        first_cta = (first_cta + made[-1].num_units) % config.num_ctas
+    return MatmulSizes(tuple(made), config.num_ctas, x.dtype, config.max_slots, config.copy_whole_tiles)
+
+
+@dataclass(frozen=True)
+class StageRefs:
+    """Global memory of one product."""
+
+    x: Ref
+    weight: Ref  # [L or 1, ways * N, K]
+    norm_weight: Ref | None  # [L or 1, K]
+    bias: Ref | None  # [L or 1, ways * N]
+    residual: Ref | None
+    out: Ref
+    layer: jax.Array
+
+    def of_layer(self, stack: Ref) -> jax.Array | int:
+        """The first index into the weight, the norm's weight or the bias."""
+        return place_in(stack, self.layer)
+
+
+def stage_refs(statics: MatmulSizes, has_residual: bool, refs: list[Ref]) -> list[StageRefs]:
+    """The kernel's operands and results by stage; reads the layer number."""
+    outs = refs[-len(statics.stages) :]
+    x, residual = refs[0], refs[3] if has_residual else None
+    rest = iter(refs[4 if has_residual else 3 :])
+    layer = refs[2][0]  # read while the barriers are made, long before the first copy asks for it
+    made = []
+    for stage, out in zip(statics.stages, outs, strict=True):
+        weight = next(rest)
+        norm_weight = next(rest) if stage.has_norm else None
+        bias = next(rest) if stage.has_bias else None
+        made.append(StageRefs(x, weight, norm_weight, bias, residual if stage.adds_residual else None, out, layer))
+        x = out
+        residual = out if stage.adds_residual else residual
+    return made

@@ -1,0 +1,173 @@
+"""What the computing warpgroup of the few-row products does: the norm of x, and 16 output columns at a time.
+
+Letters: K inputs  N outputs  S segments
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
+
+from pallas_kernels.common import Ref, full, pl, plgpu
+from pallas_kernels.matmul_sizes import FEW_ROWS, ROW_TILES, UNIT, MatmulSizes, StageRefs, StageSizes
+
+_WGMMA = plgpu.Layout.WGMMA
+
+
+def as_operand(ref: Ref) -> Ref:
+    """Shared memory as wgmma reads it: atoms one below the other."""
+    return ref[1] if isinstance(ref, tuple) else ref
+
+
+def load_norm_weight(stage: StageSizes, refs: StageRefs, chunk: int | jax.Array) -> jax.Array:
+    """The weights of the norm for one run of segments, as the rows of X need them; [64, 64]."""
+    assert refs.norm_weight is not None
+    row = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=_WGMMA)
+    # Rows of other chunks are left as they are.
+    out = full((64, 64), 0.0 if stage.unit_offset else 1.0, _WGMMA).astype(refs.norm_weight.dtype)
+    for segment in range(stage.segments):
+        columns = pl.ds((chunk * stage.segments + segment) * 64, 64)
+        part = refs.norm_weight.at[refs.of_layer(refs.norm_weight), columns]
+        weight = plgpu.load(part, layout=_WGMMA.reduce(0), optimized=False)
+        weight = plgpu.layout_cast(lax.broadcast_in_dim(weight, (64, 64), [1]), _WGMMA)
+        is_segment = jnp.logical_and(row >= segment * FEW_ROWS, row < (segment + 1) * FEW_ROWS)
+        out = jnp.where(is_segment, weight, out)
+    return out
+
+
+def take_x(stage: StageSizes, refs: StageRefs, norm_weights: list[jax.Array], scratch: tuple[Ref, ...]) -> None:
+    """Wait for x in shared memory and multiply it by the weights of the norm; the rows' sums of squares beside it.
+
+    Args:
+      norm_weights: of all chunks, or none if they are still to be loaded.
+    """
+    _, x_smem, _, squares_smem, _, _, x_full = scratch
+    x_smem = as_operand(x_smem)
+    plgpu.barrier_wait(x_full)
+    if not stage.has_norm:
+        return
+    squares = full((64,), 0.0, _WGMMA.reduce(1))
+
+    def scale(i: int | jax.Array, squares: jax.Array) -> jax.Array:
+        weight = norm_weights[i] if norm_weights and isinstance(i, int) else load_norm_weight(stage, refs, i)
+        weight = weight.astype(jnp.float32)
+        chunk = x_smem.at[pl.ds(i * (stage.segments * FEW_ROWS), 64)]
+        x = plgpu.load(chunk, layout=_WGMMA).astype(jnp.float32)
+        chunk[...] = (x * (1.0 + weight if stage.unit_offset else weight)).astype(x_smem.dtype)
+        return squares + (x * x).sum(axis=1)
+
+    if norm_weights:
+        for i in range(len(norm_weights)):
+            squares = scale(i, squares)
+    else:
+        squares = lax.fori_loop(0, stage.num_atoms // stage.segments, scale, squares)
+    squares_smem[...] = squares
+    plgpu.commit_smem()
+
+
+def compute_unit(
+    statics: MatmulSizes, stage: StageSizes, refs: StageRefs, unit: jax.Array, used: jax.Array, scratch: tuple[Ref, ...]
+) -> jax.Array:
+    """16 output columns; returns the number of slots used so far."""
+    w_smem, x_smem, sums_smem, squares_smem, filled, free, _ = scratch
+    w_smem, x_smem = as_operand(w_smem), as_operand(x_smem)
+    columns = pl.ds(unit * UNIT, UNIT)
+    layout = _out_layout()
+    residual = None
+    if refs.residual is not None:  # loaded early: nothing waits for it
+        residual = plgpu.load(refs.residual.at[:, columns], layout=layout, optimized=False)
+    run = stage.segments * FEW_ROWS  # rows of a run of segments
+
+    def product(way: int) -> tuple[jax.Array, ...]:
+        def body(*accs: Ref) -> tuple[jax.Array, ...]:
+            for tile in range(stage.tiles):
+                slot = lax.rem(used + (way * stage.tiles + tile), jnp.int32(statics.num_slots))
+                plgpu.barrier_wait(filled.at[slot])
+                for j in range(0, stage.tile, stage.segments):
+                    x = x_smem.at[pl.ds((tile * stage.tile + j) * FEW_ROWS, 64)]
+                    for i, acc in enumerate(accs):
+                        weights = w_smem.at[slot, pl.ds((i * stage.tile + j) * FEW_ROWS, run)]
+                        plgpu.wgmma(acc, x, weights.transpose((1, 0)))
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(free.at[slot])
+            return tuple(acc[...] for acc in accs)
+
+        return pl.run_scoped(body, *[plgpu.ACC((64, run), jnp.float32) for _ in range(ROW_TILES)])
+
+    for way in range(stage.ways):
+        for i, blocks in enumerate(product(way)):
+            sums_smem[pl.ds(way * 64, 64), pl.ds(i * FEW_ROWS, FEW_ROWS)] = _diagonal(stage, blocks)
+    plgpu.commit_smem()
+    parts = [_sum_segments(stage, sums_smem, way) for way in range(stage.ways)]
+    if stage.has_norm:
+        rstd = _across_columns(_rstd(stage, squares_smem))
+        parts = [part * rstd for part in parts]
+    if refs.bias is not None:
+        for way in range(stage.ways):
+            row = pl.ds(way * stage.num_outputs + unit * UNIT, UNIT)
+            bias = refs.bias.at[refs.of_layer(refs.bias), row]
+            bias = plgpu.load(bias, layout=layout.reduce(0), optimized=False).astype(jnp.float32)
+            parts[way] = parts[way] + plgpu.layout_cast(lax.broadcast_in_dim(bias, (FEW_ROWS, UNIT), [1]), layout)
+    out = _activate(stage.activation, parts[0])
+    if stage.is_gated:
+        out = out * parts[1]
+    if residual is not None:
+        out = out + residual.astype(jnp.float32)
+    refs.out.at[:, columns][...] = out.astype(statics.dtype)
+    return used + stage.ways * stage.tiles
+
+
+def _diagonal(stage: StageSizes, blocks: jax.Array) -> jax.Array:
+    """[64, S * 8] -> [64, 8]: of the 8 rows of segment s the 8 columns of segment s."""
+    row = plgpu.broadcasted_iota(jnp.int32, (64, FEW_ROWS), 0, layout=_WGMMA)
+    out = full((64, FEW_ROWS), 0.0, _WGMMA)
+    for segment in range(stage.segments):
+        part = lax.slice(blocks, (0, segment * FEW_ROWS), (64, (segment + 1) * FEW_ROWS))
+        is_segment = jnp.logical_and(row >= segment * FEW_ROWS, row < (segment + 1) * FEW_ROWS)
+        out = jnp.where(is_segment, part, out)
+    return out
+
+
+@functools.cache
+def _out_layout() -> Any:
+    """f32[8, 16] over the 128 threads: one element each, a row beside the next."""
+    tiling = plgpu.Tiling(((FEW_ROWS, UNIT), (2, UNIT), (1, 1)))
+    layout = TiledLayout(tiling, (-6,), (-4, -3), -1, _check_canonical=False).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+def _sum_segments(stage: StageSizes, sums_smem: Ref, way: int) -> jax.Array:
+    """[8, 16] in the order of the segments."""
+    total = full((FEW_ROWS, UNIT), 0.0, _out_layout())
+    for segment in range(stage.segments):
+        rows = pl.ds(way * 64 + segment * FEW_ROWS, FEW_ROWS)
+        total = total + plgpu.load(sums_smem.at[rows], layout=_out_layout(), optimized=False)
+    return total
+
+
+def _rstd(stage: StageSizes, squares_smem: Ref) -> jax.Array:
+    """1 / rms of the 8 rows."""
+    total = full((FEW_ROWS,), 0.0, _out_layout().reduce(1))
+    for segment in range(stage.segments):
+        part = squares_smem.at[pl.ds(segment * FEW_ROWS, FEW_ROWS)]
+        total = total + plgpu.load(part, layout=_out_layout().reduce(1), optimized=False)
+    return lax.rsqrt(total * (1.0 / stage.num_inputs) + stage.eps)
+
+
+def _across_columns(row: jax.Array) -> jax.Array:
+    """[8] -> [8, 16]."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(row, (FEW_ROWS, UNIT), [0]), _out_layout())
+
+
+def _activate(name: str | None, x: jax.Array) -> jax.Array:
+    if name == "silu":
+        return x / (1.0 + jnp.exp(-x))
+    if name in ("gelu_new", "gelu_pytorch_tanh"):
+        return 0.5 * x * (1.0 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * (x * x * x))))
+    if name == "relu":
+        return jnp.maximum(x, 0.0)
+    assert name is None, name
+    return x
