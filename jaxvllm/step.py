@@ -2,8 +2,8 @@
 
 Where a request wants more than that, programs for the number of rows follow: `mask` applies grammars and `process`
 changes logits otherwise, if some request wants it; `sample` chooses tokens, in the place of the step's, and gives
-logprobs. They are no part of the step: XLA prepares all branches of a program each time it runs, taken or not, and would
-compile them again for every bucket.
+logprobs. They are no part of the step: XLA prepares all branches of a program each time it runs, taken or not, and
+would compile them again for every bucket.
 """
 
 from collections.abc import Callable, Mapping
