@@ -220,18 +220,13 @@ class ModelRunner:
 
     def _sample(self, output: StepOutput, plan: StepPlan) -> tuple[jax.Array, jax.Array]:
         """Dispatch what chooses the tokens of the step just dispatched; ids and logprobs."""
-        state, processed = self.device_state, output.logits
+        state, logits, get, num_rows = self.device_state, output.logits, self.programs.get, plan.key.R
         assert state is not None
         rows = (output.rows, state.records, state.token_lists, state.token_ids)
-        # `mask` takes its logits, so those that logprobs are still to be of are copied: all that `process` does to rows
-        # that ask for nothing.
-        keeps_logits = plan.logprobs is not None
-        if plan.has_processing or (plan.mask_writes and keeps_logits):
-            processed = self.programs.get(SamplingProgram("process", plan.key.R))(output.logits, *rows)
-        for writes in plan.mask_writes:
-            processed = self.programs.get(SamplingProgram("mask", plan.key.R))(processed, writes)
-        sample = self.programs.get(SamplingProgram("sample", plan.key.R))
-        token_ids, logprobs, token_store = sample(output.logits if keeps_logits else processed, processed, *rows)
+        for writes in plan.mask_writes:  # in place: logprobs, too, are of what a grammar leaves, as in vLLM
+            logits = get(SamplingProgram("mask", num_rows))(logits, writes)
+        processed = get(SamplingProgram("process", num_rows))(logits, *rows) if plan.has_processing else logits
+        token_ids, logprobs, token_store = get(SamplingProgram("sample", num_rows))(logits, processed, *rows)
         self.device_state = replace(state, token_ids=token_store)
         return token_ids, logprobs
 
@@ -293,7 +288,7 @@ class ModelRunner:
             logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._replicated)
             rows = (self._host_array(3, key.R), state.records, state.token_lists, state.token_ids)
             if key.kind == "process":
-                return make_process(config.processors), (logits, *rows)
+                return make_process(config.processors, config.backend), (logits, *rows)
             if key.kind == "mask":
                 return make_mask(), (logits, self._host_array(MASKS_PER_WRITE, 1 + config.limits.mask_words))
             return make_sample(config.backend), (logits, logits, *rows)

@@ -1,9 +1,9 @@
 """The programs of a step: unpack, update the rows, forward, logits of R rows, the most likely tokens, remember them.
 
-Where a request wants more than that, programs for the number of rows follow, and the last one's tokens replace those of
-the first: `process` changes logits, `mask` applies grammars, `sample` chooses tokens and gives logprobs. They are no
-part of the step: XLA prepares all branches of a program each time it runs, taken or not, and compiles them again for
-every bucket.
+Where a request wants more than that, programs for the number of rows follow: `mask` applies grammars and `process`
+changes logits otherwise, if some request wants it; `sample` chooses tokens, in the place of the step's, and gives
+logprobs. They are no part of the step: XLA prepares all branches of a program each time it runs, taken or not, and
+would compile them again for every bucket.
 """
 
 from collections.abc import Callable, Mapping
@@ -106,11 +106,12 @@ def make_step(
     return step
 
 
-def make_process(processors: tuple[LogitsProcessor, ...] = ()) -> Callable[..., jax.Array]:
+def make_process(processors: tuple[LogitsProcessor, ...], backend: Backend) -> Callable[..., jax.Array]:
     """The program that changes a step's logits as its requests ask.
 
     Args:
       processors: custom ones, in the order of their bits.
+      backend: of the attention ops.
 
     Returns:
       process(logits f32[R, V], rows i32[3, R], records, token_lists, token_ids) -> f32[R, V]; the last three are the
@@ -118,7 +119,7 @@ def make_process(processors: tuple[LogitsProcessor, ...] = ()) -> Callable[..., 
     """
 
     def process(logits: jax.Array, step_rows: jax.Array, *state: jax.Array) -> jax.Array:
-        return process_logits(logits, SamplingRows.of_step(step_rows, *state), processors)
+        return process_logits(logits, SamplingRows.of_step(step_rows, *state), processors, backend)
 
     return process
 

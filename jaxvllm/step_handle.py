@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from scheduler.logprob_columns import read_dense, read_logprobs
+from scheduler.logprob_columns import read_dense, read_logprobs, read_step
 from scheduler.logprob_plan import LogprobPlan
 from scheduler.outputs import ModelRunnerOutput, PromptLogprobs, TokenLogprobs
 from scheduler.plan import StepPlan
@@ -58,9 +58,8 @@ class StepHandle:
 
     def _read_logprobs(self, plan: LogprobPlan, output: ModelRunnerOutput) -> None:
         if self._logprobs is not None:
-            packed = np.asarray(self._logprobs)
-            for row, num_entries, listed_ids in plan.sampled:
-                output.logprobs[self._request_ids[row]] = read_logprobs(packed[row], num_entries, listed_ids)
+            for row, found in read_step(np.asarray(self._logprobs), plan.sampled):
+                output.logprobs[self._request_ids[row]] = found
         ranked = _rows_of_chunks(self._positions)
         dense = _rows_of_chunks(self._dense)
         for part in plan.ranges:

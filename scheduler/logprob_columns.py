@@ -1,5 +1,6 @@
 """How a step's logprobs lie in one int32 row a request, and how the host reads them (floats as bit views)."""
 
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -36,6 +37,29 @@ def read_logprobs(packed: np.ndarray, num_entries: int, listed_ids: list[int] | 
         listed = floats[LogprobColumn.LISTED : LogprobColumn.LISTED + len(listed_ids)].tolist()
         return TokenLogprobs([int(ids[0]), *listed_ids], [float(values[0]), *listed], rank, False)
     return TokenLogprobs(ids[:num_entries].tolist(), values[:num_entries].tolist(), rank)
+
+
+def read_step(
+    packed: np.ndarray, rows: Sequence[tuple[int, int, list[int] | None]]
+) -> Iterator[tuple[int, TokenLogprobs]]:
+    """The same for many rows of a step, each with its number: a few conversions for all of them.
+
+    Args:
+      packed: i32[R, LOGPROBS_WIDTH].
+      rows: (row, num_entries, listed_ids), see read_logprobs.
+    """
+    width = max((num_entries for _, num_entries, listed_ids in rows if not listed_ids), default=0)
+    floats = packed.view(np.float32)
+    ranks = packed[:, LogprobColumn.RANK].tolist()
+    ids = packed[:, LogprobColumn.IDS : LogprobColumn.IDS + width].tolist()
+    values = floats[:, LogprobColumn.VALUES : LogprobColumn.VALUES + width].tolist()
+    for row, num_entries, listed_ids in rows:
+        if listed_ids:
+            yield row, read_logprobs(packed[row], num_entries, listed_ids)
+        elif num_entries == width:
+            yield row, TokenLogprobs(ids[row], values[row], ranks[row])
+        else:
+            yield row, TokenLogprobs(ids[row][:num_entries], values[row][:num_entries], ranks[row])
 
 
 def read_dense(logprobs: np.ndarray, target: int, num_logprobs: int) -> TokenLogprobs:

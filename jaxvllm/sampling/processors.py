@@ -1,8 +1,8 @@
 """What changes a row's logits before a token is chosen.
 
-vLLM's order (SEMANTICS 2.9): grammar, allowed ids, bad words, stop ids before min_tokens, bias, penalties, thinking
-budget. Masks are -inf, which bias and penalties leave as it is, so here they may come last; the rest keeps its order.
-Custom processors see what these leave.
+vLLM's order (SEMANTICS 2.9): grammar, and logprobs are of what it leaves; then allowed ids, bad words, stop ids before
+min_tokens, bias, penalties, thinking budget. Masks are -inf, which bias and penalties leave as it is, so some come
+later here. Custom processors see what these leave.
 
 Letters: R rows  V vocab
 """
@@ -11,40 +11,56 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxvllm.sampling import process_kernel
 from jaxvllm.sampling.custom import LogitsProcessor
 from jaxvllm.sampling.rows import SamplingRows
-from jaxvllm.sampling.thinking import forced_ids
-from jaxvllm.sampling.token_counts import FORBIDDEN, IN_PROMPT, count_tokens
+from jaxvllm.sampling.thinking import CERTAIN, forced_ids
+from jaxvllm.sampling.token_counts import FORBIDDEN, count_tokens, penalised
+from pallas_kernels import Backend
 from scheduler.records import RecordField
 from scheduler.sampling_params import MAX_LISTED_IDS
 from scheduler.token_lists import MAX_MASKED_IDS, ListField
 
-_CERTAIN = 1e30  # the logit of a token that must come; finite at any temperature
 
-
-def process_logits(logits: jax.Array, rows: SamplingRows, processors: tuple[LogitsProcessor, ...] = ()) -> jax.Array:
-    """Apply all that the rows ask for.
+def process_logits(
+    logits: jax.Array,
+    rows: SamplingRows,
+    processors: tuple[LogitsProcessor, ...] = (),
+    backend: Backend = "reference",
+) -> jax.Array:
+    """Apply all that the rows ask for but grammars.
 
     Args:
       logits: f32[R, V].
       rows: the requests.
       processors: custom ones, in the order of their bits.
+      backend: of the attention ops: where these have kernels, sampling has them too.
 
     Returns: f32[R, V]; a row that asks for nothing is bit-equal.
     """
-    words = count_tokens(rows, logits.shape[1])
-    penalised = penalise(logits, words, rows)
-    penalised = _bias(penalised, logits, words, rows)
-    # A copy of the logits is made once, above; these write in place.
-    penalised = _mask(penalised, held_back_ids(rows, logits.shape[1]))
-    penalised = _mask(penalised, bad_word_ids(rows, logits.shape[1]))
+    interpret = backend == "mosaic_gpu_interpret"
+    if backend == "reference":
+        edited = _edit_logits(logits, rows)
+    else:
+        edited = process_kernel.edit_logits(logits, rows, interpret=interpret)
     start = int(ListField.PROCESSORS)
     for index, processor in enumerate(processors):
-        penalised = _apply_custom(penalised, rows, processor, index, start)
+        edited = _apply_custom(edited, rows, processor, index, start)
         start += processor.num_params
+    if backend != "reference":
+        return process_kernel.force_tokens(edited, rows, interpret=interpret)
     forced = forced_ids(rows)
     places = jnp.arange(logits.shape[0]), jnp.where(forced >= 0, forced, logits.shape[1])
-    return penalised.at[places].set(_CERTAIN, mode="drop")
+    return edited.at[places].set(CERTAIN, mode="drop")
+
+
+def _edit_logits(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """All but custom processors and the thinking budget."""
+    words = count_tokens(rows, logits.shape[1])
+    edited = _bias(penalise(logits, words, rows), logits, words, rows)
+    # A copy of the logits is made once, above; these write in place.
+    edited = _mask(edited, held_back_ids(rows, logits.shape[1]))
+    return _mask(edited, bad_word_ids(rows, logits.shape[1]))
 
 
 def mask_grammar(logits: jax.Array, places: jax.Array, masks: jax.Array) -> jax.Array:
@@ -69,12 +85,8 @@ def penalise(logits: jax.Array, words: jax.Array, rows: SamplingRows) -> jax.Arr
       words: i32[R, n] the tokens' words, see token_counts.
       rows: the requests.
     """
-    count = words & (IN_PROMPT - 1)
-    repetition = rows.floats(RecordField.REPETITION_PENALTY)[:, None]
-    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    x = jnp.where((words > 0) & rows.has_repetition_penalty[:, None], repeated, logits)
-    x -= rows.floats(RecordField.FREQUENCY_PENALTY)[:, None] * count.astype(jnp.float32)
-    x -= rows.floats(RecordField.PRESENCE_PENALTY)[:, None] * (count > 0)
+    columns = (RecordField.REPETITION_PENALTY, RecordField.FREQUENCY_PENALTY, RecordField.PRESENCE_PENALTY)
+    x = penalised(logits, words, *(rows.floats(column)[:, None] for column in columns))
     return jnp.where(words >= FORBIDDEN, -jnp.inf, x)
 
 

@@ -107,14 +107,6 @@ class SamplingRows:
         return self.floats(RecordField.REPETITION_PENALTY) != 1
 
     @property
-    def has_processing(self) -> jax.Array:
-        """bool[R] whether anything changes the row's logits before a token is chosen."""
-        lists = (RecordField.NUM_BIAS_IDS, RecordField.NUM_ALLOWED_IDS, RecordField.NUM_BAD_WORD_IDS)
-        has_lists = self.records[:, jnp.array(lists)].any(axis=1)
-        has_others = (self.ints(RecordField.THINKING_BUDGET) >= 0) | (self.ints(RecordField.PROCESSORS) != 0)
-        return has_lists | has_others | self.is_held_back | self.has_penalties
-
-    @property
     def num_logprobs(self) -> jax.Array:
         """i32[R] entries wanted a row, the sampled token's included; 0: none."""
         return jnp.where(self.needs_sample, self.ints(RecordField.NUM_LOGPROBS), 0)

@@ -12,6 +12,7 @@ from scheduler.records import RecordField
 from scheduler.sampling_params import MAX_THINK_IDS
 from scheduler.token_lists import ListField
 
+CERTAIN = 1e30  # the logit of a token that must come; finite at any temperature
 _CHUNK = 512
 
 

@@ -1,12 +1,14 @@
 """SamplingRows made by hand, as admissions would leave them."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxvllm.sampling import SamplingRows, process_logits, sample
+from pallas_kernels import Backend
 from scheduler.batch import BatchLimits, SamplingRecord
 from scheduler.sampling_params import SamplingParams
 from scheduler.token_lists import list_width
@@ -64,7 +66,9 @@ def repeat_row(params: SamplingParams, num_rows: int) -> SamplingRows:
     )
 
 
-@jax.jit
-def process_and_sample(logits: jax.Array, rows: SamplingRows) -> tuple[jax.Array, jax.Array]:
-    """Token ids and logprobs, by both programs behind a step."""
-    return sample(logits, process_logits(logits, rows), rows)
+@partial(jax.jit, static_argnames="backend")
+def process_and_sample(
+    logits: jax.Array, rows: SamplingRows, backend: Backend = "reference"
+) -> tuple[jax.Array, jax.Array]:
+    """Token ids and logprobs, by the programs behind a step."""
+    return sample(logits, process_logits(logits, rows, (), backend), rows, backend)

@@ -1,6 +1,7 @@
 """Structured output through the real engine on a random model: whatever it draws, the text follows the constraint."""
 
 import json
+import math
 import random
 import re
 from collections import Counter
@@ -67,6 +68,15 @@ def test_200_texts_of_random_schemas_are_valid_or_the_beginning_of_a_valid_text(
             text = complete(vocabulary, grammar, output.token_ids).decode()
         jsonschema.validate(json.loads(text), schema)
     assert min(ends["stop"], ends["length"]) > 30, ends
+
+
+def test_logprobs_are_of_the_logits_that_a_grammar_leaves(engine):
+    """As in vLLM, which masks before its sampler begins: what is not allowed has no share of the probability."""
+    asked = params(max_tokens=1, choice=["a", "b"])
+    asked.logprobs = 20
+    [output] = generate(engine, [asked])
+    probabilities = [math.exp(entry.logprob) for entry in output.logprobs[0].values()]
+    assert abs(sum(probabilities) - 1) < 1e-5 and sum(p > 0 for p in probabilities) < 20
 
 
 def accepts_ebnf(text: str) -> bool:

@@ -101,9 +101,14 @@ def requests():
     return list(params), list(histories), logits
 
 
+@pytest.fixture(scope="module", params=["reference", "mosaic_gpu_interpret"])
+def backend(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def process():
-    return jax.jit(process_logits)
+def process(backend):
+    return jax.jit(lambda logits, rows: process_logits(logits, rows, (), backend))
 
 
 def test_processed_logits_probabilities_and_masks_are_pytorch_s(requests, process):
@@ -131,13 +136,13 @@ def test_processed_logits_probabilities_and_masks_are_pytorch_s(requests, proces
     assert num_compared > 3000
 
 
-def test_greedy_ids_are_pytorch_s_and_a_row_without_wishes_is_bit_equal(requests, process):
+def test_greedy_ids_are_pytorch_s_and_a_row_without_wishes_is_bit_equal(requests, process, backend):
     params, histories, logits = requests
     plain = [SamplingParams(temperature=0.0)] * NUM_ROWS
     mixed = [a if i % 2 else b for i, (a, b) in enumerate(zip(params, plain, strict=True))]
     got = np.asarray(process(jnp.asarray(logits), make_rows(mixed, eos=EOS, histories=histories)))
     assert np.array_equal(got[::2].view(np.int32), logits[::2].view(np.int32))
-    ids, _ = process_and_sample(jnp.asarray(logits), make_rows(mixed, eos=EOS, histories=histories))
+    ids, _ = process_and_sample(jnp.asarray(logits), make_rows(mixed, eos=EOS, histories=histories), backend)
     for i, p in enumerate(mixed):
         if p.is_greedy:
             assert int(ids[i]) == int(processed(logits[i], p, histories[i]).argmax())
@@ -166,13 +171,14 @@ def test_frequencies_of_100000_draws_pass_a_chi_square_test(num_groups, monkeypa
 
 
 @pytest.mark.parametrize("vocab", [67, 3001])
-def test_logprobs_ranks_and_order_are_pytorch_s_log_softmax(vocab):
+def test_logprobs_ranks_and_order_are_pytorch_s_log_softmax(vocab, backend):
     rng = np.random.default_rng(9)
     logits = rng.normal(0, 4, (7, vocab)).astype(np.float32)
     logits[3] = np.round(logits[3])  # ties: the lowest id first
     targets = rng.integers(0, vocab, 7)
     wanted = np.array([1, 3, 21, 21, 6, 2, 1])
-    packed = np.asarray(jax.jit(position_logprobs)(jnp.asarray(logits), jnp.asarray(targets), jnp.asarray(wanted)))
+    args = (jnp.asarray(logits), jnp.asarray(targets), jnp.asarray(wanted))
+    packed = np.asarray(position_logprobs(*args, backend=backend))
     expected = torch.log_softmax(torch.tensor(logits, dtype=torch.float64), 1).numpy()
     for i in range(7):
         got = read_logprobs(packed[i], int(wanted[i]))
