@@ -168,6 +168,7 @@ PREFILL_SHAPES = (
     _prefill(1, 8192, 0, 32),
     _prefill(1, 2048, 6144, 32),
     _prefill(8, 1024, 0, 32),
+    _prefill(64, 100, 0, 32),
     _prefill(1, 8192, 0, 16),
     _prefill(1, 8192, 0, 32, block_size=64),
 )
