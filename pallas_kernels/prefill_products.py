@@ -92,7 +92,8 @@ def multiply_if_needed(acc: jax.Array, factor: jax.Array) -> jax.Array:
     )
     def multiply(ctx: Any, acc: Any, factor: Any) -> Any:
         values, factors = _values(acc), _values(factor)  # a thread has two rows, and in turn two columns of each
-        of_row = [f"${num_registers + row}" for row in range(2)]
+        # Behind the results and the operands that share their registers.
+        of_row = [f"${2 * num_registers + row}" for row in range(2)]
         ptx = "{ .reg .pred p, q; "
         ptx += f"setp.neu.f32 p, {of_row[0]}, 0f3F800000; setp.neu.f32 q, {of_row[1]}, 0f3F800000; "
         ptx += "or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra done; "
