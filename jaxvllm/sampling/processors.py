@@ -11,12 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxvllm.sampling import process_kernel
 from jaxvllm.sampling.custom import LogitsProcessor
 from jaxvllm.sampling.rows import SamplingRows
 from jaxvllm.sampling.thinking import CERTAIN, forced_ids
 from jaxvllm.sampling.token_counts import FORBIDDEN, count_tokens, penalised
-from pallas_kernels import Backend
 from scheduler.records import RecordField
 from scheduler.sampling_params import MAX_LISTED_IDS
 from scheduler.token_lists import MAX_MASKED_IDS, ListField
@@ -26,7 +24,6 @@ def process_logits(
     logits: jax.Array,
     rows: SamplingRows,
     processors: tuple[LogitsProcessor, ...] = (),
-    backend: Backend = "reference",
 ) -> jax.Array:
     """Apply all that the rows ask for but grammars.
 
@@ -34,21 +31,14 @@ def process_logits(
       logits: f32[R, V].
       rows: the requests.
       processors: custom ones, in the order of their bits.
-      backend: of the attention ops: where these have kernels, sampling has them too.
 
     Returns: f32[R, V]; a row that asks for nothing is bit-equal.
     """
-    interpret = backend == "mosaic_gpu_interpret"
-    if backend == "reference":
-        edited = _edit_logits(logits, rows)
-    else:
-        edited = process_kernel.edit_logits(logits, rows, interpret=interpret)
+    edited = _edit_logits(logits, rows)
     start = int(ListField.PROCESSORS)
     for index, processor in enumerate(processors):
         edited = _apply_custom(edited, rows, processor, index, start)
         start += processor.num_params
-    if backend != "reference":
-        return process_kernel.force_tokens(edited, rows, interpret=interpret)
     forced = forced_ids(rows)
     places = jnp.arange(logits.shape[0]), jnp.where(forced >= 0, forced, logits.shape[1])
     return edited.at[places].set(CERTAIN, mode="drop")

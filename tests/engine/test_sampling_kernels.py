@@ -1,7 +1,5 @@
 """The sampler's GPU kernels, run by the interpreter, against what XLA makes of the same on a CPU."""
 
-import random
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm.sampling import SamplingRows, draw, draw_kernel, position_logprobs, process_logits, sample
-from pallas_kernels import Backend
+from jaxvllm.sampling import draw, draw_kernel, position_logprobs, sample
 from scheduler.logprob_columns import read_logprobs
-from scheduler.sampling_params import DerivedParams, SamplingParams
+from scheduler.sampling_params import SamplingParams
 from tests.engine.sampling_rows import make_rows
 from tests.engine.test_sampling import mixed_params
 
@@ -76,49 +73,11 @@ def test_listed_logprobs_are_those_of_xla():
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-6)
 
 
-def think_request(rng: random.Random) -> tuple[SamplingParams, tuple[list[int], list[int]]]:
-    """A thinking that may have been opened, closed, or be about to be closed by its budget."""
-    params = SamplingParams(thinking_token_budget=rng.randrange(6), min_tokens=rng.randrange(2))
-    params.derived = DerivedParams(think_start=[7, 8], think_end=[9, 10, 11])
-    outputs = [rng.randrange(20, 30) for _ in range(rng.randrange(1500))]
-    tail = [7, 8] + [rng.randrange(20, 30) for _ in range(rng.randrange(7))] + [9, 10, 11][: rng.randrange(4)]
-    return params, ([7, 8, 9, 10, 11], outputs + tail)
-
-
-def test_processed_logits_are_those_of_xla():
-    from tests.parity.test_sampling import EOS, V, random_request
-
-    rng, arrays = random.Random(6), np.random.default_rng(6)
-    made = [random_request(rng) for _ in range(18)] + [think_request(rng) for _ in range(12)]
-    made += [(SamplingParams(), ([1, 2], [3]))]
-    params, histories = zip(*made, strict=True)
-    n = len(made)
-    needs_sample = arrays.random(n) < 0.9
-    needs_sample[-1] = True
-    rows = make_rows(list(params), eos=EOS, histories=list(histories), needs_sample=needs_sample)
-    rows = replace(rows, rows=jnp.where(rows.needs_sample, rows.rows, n + 2))  # as a pad's
-    logits = rounded(arrays, n, V)
-
-    @partial(jax.jit, static_argnums=2)
-    def process(logits: jax.Array, rows: SamplingRows, backend: Backend) -> jax.Array:
-        return process_logits(logits, rows, (), backend)
-
-    expected, got = (np.asarray(process(logits, rows, backend))[needs_sample] for backend in ("reference", INTERPRET))
-    assert np.array_equal(np.isfinite(got), np.isfinite(expected))
-    finite = np.isfinite(got)
-    np.testing.assert_allclose(got[finite], expected[finite], rtol=1e-6, atol=1e-6)
-    assert (got == 1e30).any(), "some thinking was over its budget"
-    assert np.array_equal(got[-1], logits[-1]), "a row that asks for nothing keeps its logits"
-
-
 def test_on_a_gpu_the_sampler_has_no_condition_and_no_loop_outside_its_kernels():
     """XLA prepares every branch each time a program runs, so conditions cost the host time."""
     logits = jnp.zeros((5, 30011))
-    rows = make_rows([SamplingParams(temperature=0.5, presence_penalty=1.0)] * 5)
-    for function in (
-        lambda logits, rows: sample(logits, logits, rows, "mosaic_gpu"),
-        lambda logits, rows: process_logits(logits, rows, (), "mosaic_gpu"),
-    ):
-        text = jax.jit(function).trace(logits, rows).lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("__gpu$xla.gpu.triton") >= 2
-        assert not any(word in text for word in ("stablehlo.case", "stablehlo.if", "stablehlo.while", "stablehlo.sort"))
+    rows = make_rows([SamplingParams(temperature=0.5)] * 5)
+    lowered = jax.jit(sample, static_argnums=3).trace(logits, logits, rows, "mosaic_gpu")
+    text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") >= 2
+    assert not any(word in text for word in ("stablehlo.case", "stablehlo.if", "stablehlo.while", "stablehlo.sort"))

@@ -107,8 +107,8 @@ def backend(request):
 
 
 @pytest.fixture(scope="module")
-def process(backend):
-    return jax.jit(lambda logits, rows: process_logits(logits, rows, (), backend))
+def process():
+    return jax.jit(process_logits)
 
 
 def test_processed_logits_probabilities_and_masks_are_pytorch_s(requests, process):
