@@ -141,7 +141,10 @@ SETTINGS = {
 
 
 # Near another one; the interpreter is slow.
-SLOW = {"groups of 8", "groups of 12", "heads of 80", "blocks of 32", "blocks of 64", "8-bit cache, float16"}
+SLOW = {
+    "groups of 1", "groups of 8", "groups of 12", "heads of 80", "blocks of 32", "blocks of 64", "8-bit cache, float16",
+    "maxima that jump",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -74,7 +74,8 @@ def test_smollm2_logits_over_8_prompts(source, reference):
         with torch.no_grad():
             expected = reference(torch.tensor([ids]), use_cache=False).logits[0].numpy()
         got = driver.prefill(driver.add(ids), chunk=13)
-        np.testing.assert_allclose(got, expected, atol=1e-4, rtol=1e-5)
+        # Both sum up in float32, in an order that depends on their threads; logits reach 16 here.
+        np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max(), rtol=1e-5)
 
 
 def test_smollm2_answers_as_transformers_does_and_equal_prompts_share_blocks(reference, monkeypatch, capsys):
