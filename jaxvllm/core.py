@@ -75,7 +75,7 @@ class EngineCore:
         self._grammars: GrammarManager | None = None
         self._prepared_grammars: GrammarManager | None = None
         # What would stop serving for a moment is done ahead on a GPU, as compiling is.
-        num_blocks = executor.initialize(self._prepare_grammars if config.device == "gpu" else _do_nothing)
+        num_blocks = executor.initialize(self._prepare_grammars if config.device == "gpu" else lambda: None)
         memory, max_model_len = config.memory, config.scheduler.max_model_len
         self.info = EngineCoreInfo(num_blocks, memory.block_size, max_model_len)
         _check_pool(self.info)
@@ -203,10 +203,6 @@ class EngineCore:
             outputs.finished.update(self._rejected)
             self._rejected = {}
         return outputs
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _make_grammar_manager(model: ModelLoadConfig) -> "GrammarManager":

@@ -7,20 +7,18 @@ and with the same call once more, bit for bit, before anything is timed.
 
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import kernel_shapes as shapes
 import numpy as np
-from jax.profiler import ProfileData
 from kernel_shapes import DecodeShape, KernelShape, MixedStep, PrefillShape
+from kernel_trace import trace_kernels
 
 from pallas_kernels import ops
 from pallas_kernels.decode import paged_decode
@@ -86,16 +84,8 @@ def seconds_a_call(function: Callable[..., Any], args: tuple, *, carry: bool = F
 def device_seconds(function: Callable[..., Any], args: tuple) -> float:
     """What the kernels of one call take by a trace, without what lies between them. Donated arguments are gone."""
     jax.block_until_ready(args)
-    nanoseconds = 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(function(*args))
-        for file in Path(folder).rglob("*.xplane.pb"):
-            for plane in ProfileData.from_file(str(file)).planes:
-                streams = [line for line in plane.lines if "GPU" in plane.name and line.name.startswith("Stream")]
-                events = [event for line in streams for event in line.events]
-                nanoseconds += sum(event.duration_ns for event in events if not event.name.startswith("Mem"))
-    return nanoseconds / 1e9
+    kernels = trace_kernels(lambda: jax.block_until_ready(function(*args)), 1)
+    return sum(kernel.us for name, kernel in kernels.items() if not name.startswith("Mem")) / 1e6
 
 
 def num_of_calls(is_short: bool) -> int:

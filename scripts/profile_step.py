@@ -13,9 +13,8 @@ import argparse
 import json
 import logging
 import sys
-import tempfile
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import workloads
-from jax.profiler import ProfileData
+from kernel_trace import Kernel, trace_kernels
 
 from jaxvllm.attention_backend import choose_backend
 from jaxvllm.core_process import SWITCH_INTERVAL_S
@@ -170,25 +169,12 @@ def time_plan(runner: ModelRunner, plan, repeats: int) -> tuple[float, float]:
 
 def kernel_times(runner: ModelRunner, plan, repeats: int = 3) -> list[tuple[str, int, float]]:
     """(kernel, calls a step, microseconds a step) from a trace, the longest first."""
-    folder = tempfile.mkdtemp()
-    with jax.profiler.trace(folder):
-        for _ in range(repeats):
-            runner.execute(plan).wait()
-    calls: Counter[str] = Counter()
-    micros: defaultdict[str, float] = defaultdict(float)
-    for file in Path(folder).rglob("*.xplane.pb"):
-        for plane in ProfileData.from_file(str(file)).planes:
-            if "GPU" not in plane.name:
-                continue
-            for line in plane.lines:
-                if not line.name.startswith("Stream"):
-                    continue
-                for event in line.events:
-                    name = event.name.rstrip("0123456789_.")
-                    calls[name] += 1
-                    micros[name] += event.duration_ns / 1e3
-    rows = [(name, calls[name] // repeats, micros[name] / repeats) for name in calls]
-    return sorted(rows, key=lambda row: -row[2])
+    found: dict[str, Kernel] = {}
+    for name, kernel in trace_kernels(lambda: runner.execute(plan).wait(), repeats).items():
+        total = found.setdefault(name.rstrip("0123456789_."), Kernel(0, 0, {}))
+        total.calls += kernel.calls
+        total.us += kernel.us
+    return sorted(((name, round(kernel.calls), kernel.us) for name, kernel in found.items()), key=lambda row: -row[2])
 
 
 def profile_plan(runner: ModelRunner, plan: StepPlan, with_trace: bool) -> dict:

@@ -14,17 +14,13 @@ from jax import lax
 from jaxvllm.sampling.custom import LogitsProcessor
 from jaxvllm.sampling.rows import SamplingRows
 from jaxvllm.sampling.thinking import CERTAIN, forced_ids
-from jaxvllm.sampling.token_counts import FORBIDDEN, count_tokens, penalised
+from jaxvllm.sampling.token_counts import FORBIDDEN, IN_PROMPT, count_tokens
 from scheduler.records import RecordField
 from scheduler.sampling_params import MAX_LISTED_IDS
 from scheduler.token_lists import MAX_MASKED_IDS, ListField
 
 
-def process_logits(
-    logits: jax.Array,
-    rows: SamplingRows,
-    processors: tuple[LogitsProcessor, ...] = (),
-) -> jax.Array:
+def process_logits(logits: jax.Array, rows: SamplingRows, processors: tuple[LogitsProcessor, ...] = ()) -> jax.Array:
     """Apply all that the rows ask for but grammars.
 
     Args:
@@ -34,7 +30,11 @@ def process_logits(
 
     Returns: f32[R, V]; a row that asks for nothing is bit-equal.
     """
-    edited = _edit_logits(logits, rows)
+    words = count_tokens(rows, logits.shape[1])
+    edited = _bias(penalise(logits, words, rows), logits, words, rows)
+    # A copy of the logits is made once, above; these write in place.
+    edited = _mask(edited, held_back_ids(rows, logits.shape[1]))
+    edited = _mask(edited, bad_word_ids(rows, logits.shape[1]))
     start = int(ListField.PROCESSORS)
     for index, processor in enumerate(processors):
         edited = _apply_custom(edited, rows, processor, index, start)
@@ -42,15 +42,6 @@ def process_logits(
     forced = forced_ids(rows)
     places = jnp.arange(logits.shape[0]), jnp.where(forced >= 0, forced, logits.shape[1])
     return edited.at[places].set(CERTAIN, mode="drop")
-
-
-def _edit_logits(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """All but custom processors and the thinking budget."""
-    words = count_tokens(rows, logits.shape[1])
-    edited = _bias(penalise(logits, words, rows), logits, words, rows)
-    # A copy of the logits is made once, above; these write in place.
-    edited = _mask(edited, held_back_ids(rows, logits.shape[1]))
-    return _mask(edited, bad_word_ids(rows, logits.shape[1]))
 
 
 def mask_grammar(logits: jax.Array, places: jax.Array, masks: jax.Array) -> jax.Array:
@@ -75,8 +66,11 @@ def penalise(logits: jax.Array, words: jax.Array, rows: SamplingRows) -> jax.Arr
       words: i32[R, n] the tokens' words, see token_counts.
       rows: the requests.
     """
-    columns = (RecordField.REPETITION_PENALTY, RecordField.FREQUENCY_PENALTY, RecordField.PRESENCE_PENALTY)
-    x = penalised(logits, words, *(rows.floats(column)[:, None] for column in columns))
+    count = words & (IN_PROMPT - 1)
+    repetition = rows.floats(RecordField.REPETITION_PENALTY)[:, None]
+    x = jnp.where(words > 0, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    x -= rows.floats(RecordField.FREQUENCY_PENALTY)[:, None] * count.astype(jnp.float32)
+    x -= rows.floats(RecordField.PRESENCE_PENALTY)[:, None] * (count > 0)
     return jnp.where(words >= FORBIDDEN, -jnp.inf, x)
 
 

@@ -53,13 +53,3 @@ def _scatter_history(
 
     num_chunks = -(-jnp.max(ends - starts) // _CHUNK)
     return lax.while_loop(lambda state: state[0] < num_chunks, scatter_chunk, (jnp.int32(0), words))[1]
-
-
-def penalised(
-    logits: jax.Array, words: jax.Array, repetition: jax.Array, frequency: jax.Array, presence: jax.Array
-) -> jax.Array:
-    """Logits of some tokens after the penalties, which broadcast to them, as their words say."""
-    count = words & (IN_PROMPT - 1)
-    x = jnp.where(words > 0, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
-    x = x - frequency * count.astype(jnp.float32)
-    return x - presence * (count > 0).astype(jnp.float32)
