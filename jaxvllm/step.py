@@ -56,7 +56,7 @@ class Model(Protocol):
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step gives: fresh arrays, never donated, so the host can read them while later steps run."""
+    """What a step gives, in fresh arrays. token_ids is never donated: the host reads it while later steps run."""
 
     token_ids: jax.Array  # i32[R] the most likely ones
     logits: jax.Array  # f32[R, V]
