@@ -1,6 +1,7 @@
 """The real default model against transformers with the same weights: teacher-forced logits, and text by the engine."""
 
 import contextlib
+import copy
 import dataclasses
 import importlib.util
 import json
@@ -69,13 +70,13 @@ def test_smollm2_logits_over_8_prompts(source, reference):
     model = get_model_class(config.architecture)(config)
     params = load_params(param_specs(model), source.open_checkpoint(), dtype=jnp.dtype("float32"))
     driver = PagedDriver(model, config, params, block_size=16, num_blocks=33, num_tokens=32)
+    exact = copy.deepcopy(reference).double()  # in float32 it is off by as much as the model tested
     for text in TEXTS:
         ids = tokenizer.encode(text)
         with torch.no_grad():
-            expected = reference(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+            expected = exact(torch.tensor([ids]), use_cache=False).logits[0].numpy()
         got = driver.prefill(driver.add(ids), chunk=13)
-        # Both sum up in float32, in an order that depends on their threads; logits reach 16 here.
-        np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max(), rtol=1e-5)
+        np.testing.assert_allclose(got, expected, atol=1e-4, rtol=1e-5)
 
 
 def test_smollm2_answers_as_transformers_does_and_equal_prompts_share_blocks(reference, monkeypatch, capsys):
