@@ -8,11 +8,18 @@ if "JAX_PLATFORMS" not in os.environ:
     os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports jax; engine processes inherit it
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two processes for the whole suite; none besides this one for a part of it, which they would start too slowly for,
-    or on a GPU, whose memory goes to one."""
-    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
-    return 2 if is_whole and "not gpu" in config.option.markexpr else 0
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run the whole suite in two processes (of pytest-xdist), a file in one of them, neighbours after each other.
+
+    A part of it would be done before they have started, and the memory of a GPU goes to one process.
+    """
+    options = config.option
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not options.keyword
+    is_plain = is_whole and "not gpu" in options.markexpr and not (options.collectonly or options.usepdb)
+    if is_plain and config.pluginmanager.hasplugin("xdist") and options.numprocesses is None:
+        # A process that ends early has met a test that hangs, and that test would be run again.
+        vars(options).update(numprocesses=2, dist="loadfile", loadscopereorder=False, maxworkerrestart="0")
 
 
 @pytest.fixture(scope="session", autouse=True)
