@@ -71,8 +71,7 @@ def rms_norm(x: jax.Array, weight: LayerArray, *, eps: float, interpret: Any = F
       interpret: False, or InterpretGPUParams.
     """
     num_rows, width = x.shape
-    rows = max(min(_NUMBERS_A_THREAD * _WARPS * _LANES // width, _MAX_ROWS_A_BLOCK), 1)
-    rows = 1 << (rows.bit_length() - 1)
+    rows = next((n for n in (4, 2) if n * width <= _NUMBERS_A_THREAD * _WARPS * _LANES), 1)
     layer = layer_of(weight)
     kernel = _kernel(
         functools.partial(_norm_rows, num_rows, rows, eps),
