@@ -15,6 +15,7 @@ from pallas_kernels.reference_rope_write import HeadNorm, norm_and_rotate
 from pallas_kernels.tuning import (
     MAX_PREFERRED_INPUT,
     MAX_PREFERRED_WEIGHTS,
+    MIN_PREFERRED_ROWS,
     AttentionConfig,
     attention_config,
     matmul_config,
@@ -276,12 +277,16 @@ def _has_gate_kernel(stage: MatmulStage, num_rows: int) -> bool:
     return stage.is_gated and row_kernels.unsupported_activation(shape, stage.weight.dtype, stage.activation) is None
 
 
+def _have_row_kernels(stages: tuple[MatmulStage, ...], num_rows: int) -> bool:
+    return any(_has_norm_kernel(stage, num_rows) or _has_gate_kernel(stage, num_rows) for stage in stages)
+
+
 def prefers_matmul_kernel(x: jax.Array, stages: tuple[MatmulStage, ...], backend: Backend) -> bool:
     """Whether matmul_stages of a backend can run these and was measured to be faster than what XLA makes of them."""
     if backend == "reference":
         return False
     if len(x) > matmul_sizes.FEW_ROWS:
-        return any(_has_norm_kernel(stage, len(x)) or _has_gate_kernel(stage, len(x)) for stage in stages)
+        return len(x) >= MIN_PREFERRED_ROWS and _have_row_kernels(stages, len(x))
     if matmul_sizes.unsupported_reason(x, stages) is not None:
         return False
     return x.shape[-1] <= MAX_PREFERRED_INPUT and sum(stage.weight.size for stage in stages) <= MAX_PREFERRED_WEIGHTS
@@ -300,7 +305,7 @@ def matmul_stages(
     The products of more than FEW_ROWS rows are XLA's, with kernels for the norms and gates around them where they have
     one.
     """
-    if len(x) > matmul_sizes.FEW_ROWS and prefers_matmul_kernel(x, stages, backend):
+    if len(x) > matmul_sizes.FEW_ROWS and _have_row_kernels(stages, len(x)):
         return _products_of_many_rows(x, stages, residual, backend)
     reason = matmul_sizes.unsupported_reason(x, stages)
     if reason is not None:

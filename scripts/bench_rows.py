@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python scripts/bench_rows.py --out rows.json
 
-All layers of a model for the tokens of a decode step and of two prefill steps, without the sampler: as the engine runs
-them, and with XLA's norms and gates. Steps of both are timed in turns, so that neither has a cooler card, many queued
-at a time. A trace of each then tells what the products took, which XLA may have chosen differently, and what everything
-but products and attention did. The hidden states of the two are compared.
+All layers of a model for the tokens of a decode step and of prefill steps, without the sampler: with XLA's norms and
+gates, and with the kernels, which the engine takes from MIN_PREFERRED_ROWS on. Steps of both are timed in turns, many
+queued at a time, so that neither has a cooler card. A trace of each then tells what took how long; times of products
+depend on the card's power there, more than on these kernels. The hidden states of the two are compared.
 """
 
 import argparse
@@ -36,14 +36,14 @@ from jaxvllm.model_config import ModelConfig
 from jaxvllm.model_source import resolve
 from jaxvllm.models.registry import get_model_class
 from jaxvllm.weights.dummy import dummy_params
-from pallas_kernels import FEW_ROWS, Kind
+from pallas_kernels import FEW_ROWS, Kind, mosaic
 
 BLOCK_SIZE = 16
 VARIANTS = ("xla", "kernels")
 ROUNDS, ROUND_S = 7, 0.06
 TRACED_STEPS = 3
-# Two right bfloat16 results of a small model differ by 1 to 2%.
-MAX_DIFFERENCE = 0.04
+# Two right bfloat16 results differ by 1 to 4% after all layers.
+MAX_DIFFERENCE = 0.06
 Variants = dict[str, Any]
 
 
@@ -77,7 +77,12 @@ class Step:
         return ids, position.astype(np.int32), AttentionMetadata(*arrays, kind=self.kind, backend="mosaic_gpu")
 
 
-STEPS = (Step("decode", 256, 800, 1), Step("mixed", 1, 2048, 2048), Step("mixed", 8, 2048, 2048))
+STEPS = (
+    Step("decode", 256, 800, 1),
+    Step("mixed", 1, 1024, 1024),
+    Step("mixed", 1, 2048, 2048),
+    Step("mixed", 8, 2048, 2048),
+)
 
 
 def compile_all(config: ModelConfig, params: Any, cache: jax.ShapeDtypeStruct) -> dict[Step, Variants]:
@@ -89,6 +94,7 @@ def compile_all(config: ModelConfig, params: Any, cache: jax.ShapeDtypeStruct) -
         hidden, kv_cache = bind(model, params)(ids, positions, kv_cache, metadata)
         return kv_cache, hidden
 
+    mosaic.MIN_PREFERRED_ROWS = 0
     by_shape = run_layers.prefers_matmul_kernel
     jobs: dict[Step, Variants] = {step: {} for step in STEPS}
     with ThreadPoolExecutor(len(STEPS) * len(VARIANTS)) as pool:
@@ -134,12 +140,16 @@ def measure(step: Step, compiled: Variants, params: Any, kv_cache: jax.Array) ->
 
 
 def device_ms(step: Any) -> dict[str, float]:
-    """What the kernels of a step took by a trace: products, attention with the KV write, and the rest."""
-    total = dict.fromkeys(("products", "attention", "rest"), 0.0)
+    """What the kernels of a step took by a trace: products, attention, the KV write, and the rest."""
+    total = dict.fromkeys(("products", "attention", "rope_and_write_kv", "rest"), 0.0)
     for name, kernel in trace_kernels(step, TRACED_STEPS).items():
-        is_attention = name.startswith(("paged_", "rope_and_write_kv"))
-        is_product = name.startswith("nvjet") or "gemm" in name
-        total["attention" if is_attention else "products" if is_product else "rest"] += kernel.us / 1e3
+        if name.startswith("nvjet") or "gemm" in name:
+            part = "products"
+        elif name.startswith("paged_"):
+            part = "attention"
+        else:
+            part = "rope_and_write_kv" if name.startswith("rope_and_write_kv") else "rest"
+        total[part] += kernel.us / 1e3
     return {part: round(ms, 4) for part, ms in total.items()}
 
 

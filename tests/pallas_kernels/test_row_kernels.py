@@ -92,13 +92,14 @@ def test_the_norm_and_the_gate_of_a_layer_lower_to_kernels(shape):
     assert num_kernels(tail, rows=509) == (1 if shape.name == "smollm2-135m" else 2)
 
 
-def test_layers_ask_for_kernels_where_there_are_any():
-    def prefers(*stages: MatmulStage, dtype: str = "bfloat16") -> bool:
-        x = jax.ShapeDtypeStruct((16, stages[0].weight.shape[-1]), dtype)
+def test_kernels_are_preferred_where_they_were_measured_to_be_faster():
+    def prefers(*stages: MatmulStage, rows: int = 2048) -> bool:
+        x = jax.ShapeDtypeStruct((rows, stages[0].weight.shape[-1]), jnp.bfloat16)
         return prefers_matmul_kernel(x, stages, "mosaic_gpu")
 
     qwen, smol = (layer_stages(LAYER_SHAPES[i]) for i in (0, 1))
     assert prefers(qwen["qkv"]) and prefers(smol["gate_up"])
+    assert not prefers(qwen["qkv"], rows=256), "no faster in a step"
     assert not prefers(qwen["o"]), "neither norm nor gate"
     assert not prefers(smol["qkv"]), "576 columns"
     assert not prefers(layer_stages(LAYER_SHAPES[0], unit_offset=True)["qkv"]), "XLA norms twice at once"
