@@ -6,6 +6,7 @@ import pytest
 
 if "JAX_PLATFORMS" not in os.environ:
     os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports jax; engine processes inherit it
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -14,6 +15,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
     A part of it would be done before they have started, and the memory of a GPU goes to one process.
     """
+    if IS_WORKER:  # which starts like the first process
+        return
     options = config.option
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not options.keyword
     is_plain = is_whole and "not gpu" in options.markexpr and not (options.collectonly or options.usepdb)
@@ -28,7 +31,7 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     import jax
 
     folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if IS_WORKER:
         folder = folder.parent
     # A limit, which is not reached, has JAX lock the folder: else one process might read what another has half written.
     for name, value in {"dir": str(folder / "jax_cache"), "max_size": 1 << 34}.items():
