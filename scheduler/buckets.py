@@ -17,6 +17,7 @@ DEFAULT_MAX_PROGRAMS = 24
 FEW_REQS = 32  # a mixed step of a few long prompts should not pay for max_num_seqs rows of logits
 SOME_REQS = 256  # rows of the finer line of geometric
 ROW_COST_TOKENS = 0.5  # what a row of logits and sampling costs, in tokens; of Qwen3-0.6B
+PADS_WORTH_A_STEP = 128  # simulated with measured times of Qwen3-0.6B, 64 to 256 are alike
 # Below this, the weights' bytes bound a mixed step and rows of logits are nearly free: one R is enough.
 MIN_TOKENS_FOR_FEW_REQS = 512
 MIN_MIXED_TOKENS = 16
@@ -66,6 +67,7 @@ class BucketPolicy:
         every decode bucket that holds it, or none does.
       mixed_sizes: ascending (T, R); the last one covers both limits.
       row_cost_tokens: what a row costs, in tokens; a mixed step runs in the bucket that costs the least by it.
+      pads_worth_a_step: pads that may cost as much as one more mixed step does; see fitted_chunk.
 
     Raises:
       ValueError: sizes are not ascending, or some legal step has no bucket.
@@ -77,6 +79,7 @@ class BucketPolicy:
     decode_sizes: tuple[int, ...]
     mixed_sizes: tuple[tuple[int, int], ...]
     row_cost_tokens: float = 0.0
+    pads_worth_a_step: int = PADS_WORTH_A_STEP
 
     def __post_init__(self) -> None:
         for sizes in (self.decode_sizes, self.mixed_sizes):
@@ -117,6 +120,22 @@ class BucketPolicy:
             return BucketKey("decode", size, size)
         return BucketKey("mixed", *mixed)
 
+    def fitted_chunk(self, num_before: int, num_new: int, num_reqs: int) -> int:
+        """How much of a prompt to compute at the end of a step: all that it could, or as much as fills a smaller bucket.
+
+        What is left then makes the next step a mixed one, if that would not be one anyway.
+
+        Args:
+          num_before: tokens that the step has without it.
+          num_new: tokens of the prompt that the step could take.
+          num_reqs: requests of the step, with it.
+        """
+        num_tokens = num_before + num_new
+        if self.select("mixed", num_tokens, num_reqs).T - num_tokens <= self.pads_worth_a_step:
+            return num_new
+        smaller = (T for T, R in self.mixed_sizes if num_before < T < num_tokens and R >= num_reqs)
+        return max(smaller, default=num_tokens) - num_before
+
     def _tokens(self, T: int, R: int) -> float:
         """What a bucket costs, in tokens."""
         return T + self.row_cost_tokens * R
@@ -154,7 +173,7 @@ class BucketPolicy:
         mixed = {(min(T, max_num_batched_tokens), min(R, max_num_seqs)) for T, R in self.mixed_sizes}
         return BucketPolicy(
             self.name, max_num_seqs, max_num_batched_tokens, tuple(sorted(decode)), tuple(sorted(mixed)),
-            self.row_cost_tokens,
+            self.row_cost_tokens, self.pads_worth_a_step,
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from scheduler.buckets import BucketPolicy
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.grammar import RequestGrammar
 from scheduler.intake import admit_lengths
@@ -40,8 +41,17 @@ class Scheduler:
     engine core dies of it.
     """
 
-    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache_config: CacheConfig, bucket_policy: BucketPolicy | None = None
+    ) -> None:
+        """Begin without requests.
+
+        Args:
+          bucket_policy: what steps are padded to. The last part of a prompt in a step ends where a bucket does, unless
+            few pads are saved; what is left goes into the next step. None: steps are as vLLM's.
+        """
         self.config = config
+        self._bucket_policy = bucket_policy if config.enable_chunked_prefill else None
         self.kv = KVCacheManager(cache_config)
         self.requests: dict[str, Request] = {}  # unfinished ones
         self.running: list[Request] = []
@@ -136,6 +146,8 @@ class Scheduler:
                 continue  # what may come next depends on a token in flight, or is still being computed
             if num_new > 1:
                 num_new = min(num_new, threshold or num_new, step.budget)
+                if index == len(running) and not (self.waiting or self.skipped):
+                    num_new = self._fitted_chunk(step, num_new)
             if request.num_computed_tokens + num_new > request.num_ready_tokens:
                 new_block_ids = self.kv.allocate_slots(request, num_new)
                 while new_block_ids is None:
@@ -209,6 +221,8 @@ class Scheduler:
         if num_new > step.budget and not config.enable_chunked_prefill:
             return False
         num_new = min(num_new, step.budget)
+        if len(self.waiting) + len(self.skipped) == 1 or len(self.running) + 1 == config.max_num_seqs:
+            num_new = self._fitted_chunk(step, num_new)
         new_block_ids = self.kv.allocate_slots(
             request, num_new, hit_block_ids, full_sequence_must_fit=config.reserve_full_isl
         )
@@ -221,6 +235,13 @@ class Scheduler:
         step.admitted.append(request)
         step.budget -= num_new
         return True
+
+    def _fitted_chunk(self, step: StepBuilder, num_new: int) -> int:
+        """How much of a prompt to compute if nothing comes behind it in a step."""
+        if self._bucket_policy is None:
+            return num_new
+        num_before = self.config.max_num_batched_tokens - step.budget
+        return self._bucket_policy.fitted_chunk(num_before, num_new, len(step.scheduled) + 1)
 
     def _end_failed_grammars(self) -> None:
         """End the requests whose grammar could not be compiled, or not be followed further."""
@@ -343,8 +364,10 @@ def _grammar(request: Request) -> RequestGrammar:
     return request.grammar
 
 
-def make_scheduler(config: SchedulerConfig, cache_config: CacheConfig) -> Scheduler:
+def make_scheduler(
+    config: SchedulerConfig, cache_config: CacheConfig, bucket_policy: BucketPolicy | None = None
+) -> Scheduler:
     """The scheduler that a configuration asks for."""
     from scheduler.async_scheduler import AsyncScheduler  # which derives from this module's class
 
-    return (AsyncScheduler if config.async_scheduling else Scheduler)(config, cache_config)
+    return (AsyncScheduler if config.async_scheduling else Scheduler)(config, cache_config, bucket_policy)
