@@ -121,7 +121,7 @@ class BucketPolicy:
         return BucketKey("mixed", *mixed)
 
     def fitted_chunk(self, num_before: int, num_new: int, num_reqs: int) -> int:
-        """How much of a prompt to compute at the end of a step: all that it could, or as much as fills a smaller bucket.
+        """How much of a prompt to compute at the end of a step: all that fits, or as much as fills a smaller bucket.
 
         What is left then makes the next step a mixed one, if that would not be one anyway.
 
@@ -133,7 +133,7 @@ class BucketPolicy:
         num_tokens = num_before + num_new
         if self.select("mixed", num_tokens, num_reqs).T - num_tokens <= self.pads_worth_a_step:
             return num_new
-        smaller = (T for T, R in self.mixed_sizes if num_before < T < num_tokens and R >= num_reqs)
+        smaller = (T for T, R in self.mixed_sizes if num_before < T < num_tokens and num_reqs <= R)
         return max(smaller, default=num_tokens) - num_before
 
     def _tokens(self, T: int, R: int) -> float:

@@ -56,8 +56,7 @@ class KVCacheManager:
           full_sequence_must_fit: give nothing unless the free blocks could hold all its known tokens.
         Returns: ids of the blocks appended after the hits, or None (and no change) if too few are free.
         """
-        num_computed = request.num_computed_tokens + len(hit_block_ids) * self.block_size
-        num_tokens = num_computed + num_new_tokens
+        num_tokens = request.num_computed_tokens + len(hit_block_ids) * self.block_size + num_new_tokens
         num_held = len(request.block_ids) + len(hit_block_ids)
         num_free = self.pool.num_free_blocks
         if hit_block_ids:

@@ -132,23 +132,27 @@ class Scheduler:
         return output
 
     def _schedule_running(self, step: StepBuilder) -> None:
-        running = self.running
+        running, block_size = self.running, self.kv.block_size
         threshold = self.config.long_prefill_token_threshold
         index = 0
         while index < len(running) and step.budget > 0:
             request = running[index]
             index += 1
-            num_known = request.num_tokens + request.num_output_placeholders
-            num_new = num_known - request.num_computed_tokens
+            num_placeholders, num_computed = request.num_output_placeholders, request.num_computed_tokens
+            num_known = request.num_tokens + num_placeholders
+            num_new = num_known - num_computed
             if num_new == 0 or num_known >= request.max_num_tokens:
                 continue  # its next token, or its last one, is in flight
-            if request.grammar is not None and (request.num_output_placeholders or request.grammar.mask is None):
+            if request.grammar is not None and (num_placeholders or request.grammar.mask is None):
                 continue  # what may come next depends on a token in flight, or is still being computed
             if num_new > 1:
                 num_new = min(num_new, threshold or num_new, step.budget)
                 if index == len(running) and not (self.waiting or self.skipped):
                     num_new = self._fitted_chunk(step, num_new)
-            if request.num_computed_tokens + num_new > request.num_ready_tokens:
+            if num_computed + num_new > request.num_ready_tokens and not (
+                # A token in flight cannot complete a block that others may find, so room is all that it needs.
+                num_placeholders and num_computed + num_new <= len(request.block_ids) * block_size
+            ):
                 new_block_ids = self.kv.allocate_slots(request, num_new)
                 while new_block_ids is None:
                     victim_index = self._choose_victim()
@@ -294,23 +298,21 @@ class Scheduler:
         for request_id, part in model_runner_output.prompt_logprobs.items():
             if request_id in self.requests:
                 outputs.prompt_logprobs[request_id] = part
+        requests, append_token = self.requests, self._append_token
+        request_ids, new_token_ids = outputs.request_ids, outputs.new_token_ids
         for request_id in scheduler_output.num_scheduled_tokens:
-            token_id = sampled.get(request_id)
-            request = self.requests.get(request_id)
+            token_id, request = sampled.get(request_id), requests.get(request_id)
             if token_id is None or request is None:
                 continue  # the prompt is not finished, or the request ended while the step was in flight
-            self._append_token(request, token_id)
-            outputs.request_ids.append(request_id)
-            outputs.new_token_ids.append(token_id)
+            append_token(request, token_id)
+            request_ids.append(request_id)
+            new_token_ids.append(token_id)
             if logprobs and request_id in logprobs:
                 outputs.logprobs[request_id] = logprobs[request_id]
-            if request.num_tokens == request.num_prompt_tokens + 1:
+            num_tokens = request.num_tokens
+            if num_tokens == request.num_prompt_tokens + 1:
                 outputs.num_cached_tokens[request_id] = request.num_cached_tokens
-            if (
-                token_id in request.stop_tokens
-                or request.num_tokens >= request.max_num_tokens
-                or request.checks_every_token
-            ):
+            if token_id in request.stop_tokens or num_tokens >= request.max_num_tokens or request.checks_every_token:
                 status = check_stop(request)
                 if status is not None:
                     ended.append((request, status))
