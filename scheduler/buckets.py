@@ -67,7 +67,7 @@ class BucketPolicy:
         every decode bucket that holds it, or none does.
       mixed_sizes: ascending (T, R); the last one covers both limits.
       row_cost_tokens: what a row costs, in tokens; a mixed step runs in the bucket that costs the least by it.
-      pads_worth_a_step: pads that may cost as much as one more mixed step does; see fitted_chunk.
+      pads_worth_a_step: as many pads cost as much as a mixed step in the place of a decode step; see fitted_chunk.
 
     Raises:
       ValueError: sizes are not ascending, or some legal step has no bucket.
@@ -123,7 +123,8 @@ class BucketPolicy:
     def fitted_chunk(self, num_before: int, num_new: int, num_reqs: int) -> int:
         """How much of a prompt to compute at the end of a step: all that fits, or as much as fills a smaller bucket.
 
-        What is left then makes the next step a mixed one, if that would not be one anyway.
+        What is left then makes the next step a mixed one, if that would not be one anyway. Where no other request needs
+        that step, a prompt stays whole.
 
         Args:
           num_before: tokens that the step has without it.
@@ -131,7 +132,8 @@ class BucketPolicy:
           num_reqs: requests of the step, with it.
         """
         num_tokens = num_before + num_new
-        if self.select("mixed", num_tokens, num_reqs).T - num_tokens <= self.pads_worth_a_step:
+        num_pads = self.select("mixed", num_tokens, num_reqs).T - num_tokens
+        if num_reqs == 1 or num_pads <= self.pads_worth_a_step:
             return num_new
         smaller = (T for T, R in self.mixed_sizes if num_before < T < num_tokens and num_reqs <= R)
         return max(smaller, default=num_tokens) - num_before

@@ -25,17 +25,31 @@ def steps_of(checked: CheckedScheduler, count: int) -> list[dict[str, int]]:
     return seen
 
 
+def make_busy(policy: BucketPolicy | None = POLICY, **limits) -> CheckedScheduler:
+    """Beside a request that decodes."""
+    checked = make(policy, **limits)
+    checked.add(make_request("d", 3, max_tokens=50))
+    steps_of(checked, 1)
+    return checked
+
+
 def test_a_prompt_is_cut_where_a_bucket_ends_and_the_rest_follows():
+    checked = make_busy()
+    checked.add(make_request("a", 300, max_tokens=2))
+    assert steps_of(checked, 3) == [{"d": 1, "a": 255}, {"d": 1, "a": 45}, {"d": 1, "a": 1}]
+
+
+@pytest.mark.parametrize(("length", "first"), [(235, 235), (234, 127), (491, 491), (490, 255)])
+def test_nothing_is_cut_for_as_few_pads_as_are_worth_a_step(length, first):
+    checked = make_busy()
+    checked.add(make_request("a", length, max_tokens=1))
+    assert steps_of(checked, 1) == [{"d": 1, "a": first}]
+
+
+def test_a_prompt_alone_stays_whole():
     checked = make()
     checked.add(make_request("a", 300, max_tokens=2))
-    assert steps_of(checked, 3) == [{"a": 256}, {"a": 44}, {"a": 1}]
-
-
-def test_nothing_is_cut_for_as_few_pads_as_are_worth_a_step():
-    for length, first in ((236, 236), (235, 128), (492, 492), (491, 256)):
-        checked = make()
-        checked.add(make_request("a", length, max_tokens=1))
-        assert steps_of(checked, 1) == [{"a": first}]
+    assert steps_of(checked, 1) == [{"a": 300}]
 
 
 @pytest.mark.parametrize("limits", [{"policy": "fcfs"}, {"policy": "priority"}])
@@ -65,9 +79,9 @@ def test_a_bucket_with_too_few_rows_is_no_place_to_cut():
     [(None, {}), (POLICY, {"enable_chunked_prefill": False}), (replace(POLICY, pads_worth_a_step=512), {})],
 )
 def test_prompts_stay_whole_without_buckets_or_chunks_or_where_pads_cost_nothing(policy, limits):
-    checked = make(policy, **limits)
+    checked = make_busy(policy, **limits)
     checked.add(make_request("a", 300, max_tokens=1))
-    assert steps_of(checked, 1) == [{"a": 300}]
+    assert steps_of(checked, 1) == [{"d": 1, "a": 300}]
 
 
 def test_what_requests_get_does_not_depend_on_the_buckets():
