@@ -5,6 +5,7 @@ plain data (sizes for decode steps, sizes for mixed steps), whatever strategy ma
 """
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -16,6 +17,8 @@ StepKind = Literal["decode", "mixed"]
 DEFAULT_MAX_PROGRAMS = 24
 FEW_REQS = 32  # a mixed step of a few long prompts should not pay for max_num_seqs rows of logits
 SOME_REQS = 256  # rows of the finer line of geometric
+FINER_DECODE_SIZES = (96, 192)  # of geometric, too
+MIN_FACTOR = 1.4  # of geometric; prompts are cut where buckets end, and below this more of them save next to nothing
 ROW_COST_TOKENS = 0.5  # what a row of logits and sampling costs, in tokens; of Qwen3-0.6B
 PADS_WORTH_A_STEP = 128  # simulated with measured times of Qwen3-0.6B, 64 to 256 are alike
 # Below this, the weights' bytes bound a mixed step and rows of logits are nearly free: one R is enough.
@@ -253,7 +256,8 @@ def geometric(
     min_mixed_size: int = MIN_MIXED_TOKENS,
 ) -> BucketPolicy:
     """Two lines of mixed sizes: powers of two with rows for all, and for up to SOME_REQS requests what is left of the
-    budget, each size larger than the one before by the same factor. Decode sizes double.
+    budget, each size larger than the one before by the same factor, at least MIN_FACTOR. Decode sizes double, and there
+    are more of them where a busy engine runs.
 
     Mixed steps cost in proportion to their tokens and mostly have few requests, so that is where programs pay.
 
@@ -264,17 +268,19 @@ def geometric(
       ValueError: max_programs is too small even for powers of two.
     """
     base = powers_of_two(max_num_seqs, max_num_batched_tokens, max_programs, min_decode_size, min_mixed_size)
+    decode = tuple(sorted({*base.decode_sizes, *(size for size in FINER_DECODE_SIZES if size < max_num_seqs)}))
     rows = min(SOME_REQS, max_num_seqs)
     smallest = base.mixed_sizes[0][0]
     # Where all rows are as few as some, one line serves both.
     many = {(T, min(T, max_num_seqs)) for T, _ in base.mixed_sizes if max_num_seqs <= T and rows < max_num_seqs}
     many.add((max_num_batched_tokens, min(max_num_batched_tokens, max_num_seqs)))
-    num_few = max_programs - len(base.decode_sizes) - len(many)
-    factor = (max_num_batched_tokens / smallest) ** (1 / max(num_few, 1))
+    ratio = max_num_batched_tokens / smallest
+    num_few = min(max_programs - len(decode) - len(many), math.ceil(math.log(ratio, MIN_FACTOR)))
+    factor = ratio ** (1 / max(num_few, 1))
     tokens = {min(-(-int(smallest * factor**i) // 32) * 32, max_num_batched_tokens) for i in range(num_few)}
     few = {(T, min(T, rows)) for T in tokens if max_num_batched_tokens > T}
     return BucketPolicy(
-        "geometric", max_num_seqs, max_num_batched_tokens, base.decode_sizes, tuple(sorted(many | few)), ROW_COST_TOKENS
+        "geometric", max_num_seqs, max_num_batched_tokens, decode, tuple(sorted(many | few)), ROW_COST_TOKENS
     )
 
 
