@@ -21,6 +21,16 @@ class PrefillSizes(AttentionSizes):
     config: PrefillConfig
 
     @property
+    def is_interpreted(self) -> bool:
+        """Whether this is for the interpreter, which knows neither register operands nor assembly."""
+        return not self.config.p_in_registers
+
+    @property
+    def q_in_registers(self) -> bool:
+        """Whether the first product reads q from registers. With heads of 256 there are none left."""
+        return not self.is_interpreted and self.head_dim <= 128
+
+    @property
     def tokens(self) -> int:
         """Query tokens of a warpgroup."""
         return tokens_per_warpgroup(self.group)
@@ -65,7 +75,7 @@ class PrefillScratch:
     """Shared memory and barriers of one CTA."""
 
     q_in: Ref  # q as it arrives: any token offset works unswizzled
-    q: Ref  # q as the products read it
+    q: Ref  # q as the products read it, where it does not fit registers
     o: Ref
     k: Ref  # the rings that the products read
     v: Ref
