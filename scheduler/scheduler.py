@@ -228,7 +228,11 @@ class Scheduler:
         if len(self.waiting) + len(self.skipped) == 1 or len(self.running) + 1 == config.max_num_seqs:
             num_new = self._fitted_chunk(step, num_new)
         new_block_ids = self.kv.allocate_slots(
-            request, num_new, hit_block_ids, full_sequence_must_fit=config.reserve_full_isl
+            request,
+            num_new,
+            hit_block_ids,
+            full_sequence_must_fit=config.reserve_full_isl,
+            num_reserved_blocks=self._num_growth_blocks(request),
         )
         if new_block_ids is None:
             return False
@@ -239,6 +243,19 @@ class Scheduler:
         step.admitted.append(request)
         step.budget -= num_new
         return True
+
+    def _num_growth_blocks(self, admitted: Request) -> int:
+        """Blocks that the running requests and one to be admitted may soon ask for; 0 where far more are free."""
+        num_tokens, block_size = self.config.num_growth_tokens, self.kv.block_size
+        most = (len(self.running) + 1) * (num_tokens // block_size + 1) + self.config.max_model_len // block_size
+        if not num_tokens or not self.running or self.kv.pool.num_free_blocks > most:
+            return 0
+        needed = 0
+        for request in (*self.running, admitted):
+            num_held = len(request.block_ids) or -(-request.num_tokens // block_size)
+            num_later = min(request.num_tokens + num_tokens, request.max_num_tokens)
+            needed += -(-num_later // block_size) - num_held
+        return needed
 
     def _fitted_chunk(self, step: StepBuilder, num_new: int) -> int:
         """How much of a prompt to compute if nothing comes behind it in a step."""

@@ -29,6 +29,7 @@ def scheduler_configs(draw: st.DrawFn) -> SchedulerConfig:
         long_prefill_token_threshold=draw(st.sampled_from([0, 3])),
         reserve_full_isl=draw(st.booleans()),
         async_scheduling=draw(st.booleans()),
+        num_growth_tokens=draw(st.sampled_from([0, 0, 5])),
     )
 
 
