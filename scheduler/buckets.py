@@ -19,7 +19,7 @@ FEW_REQS = 32  # a mixed step of a few long prompts should not pay for max_num_s
 SOME_REQS = 256  # rows of the finer line of geometric
 FINER_DECODE_SIZES = (96, 192)  # of geometric, too
 MIN_FACTOR = 1.4  # of geometric; prompts are cut where buckets end, and below this more of them save next to nothing
-ROW_COST_TOKENS = 0.5  # what a row of logits and sampling costs, in tokens; of Qwen3-0.6B
+ROW_COST_TOKENS = 0.3  # what a row of logits costs, in tokens; of Qwen3-0.6B (0.5 us of 1.9)
 PADS_WORTH_A_STEP = 128  # simulated with measured times of Qwen3-0.6B, 64 to 256 are alike
 # Below this, the weights' bytes bound a mixed step and rows of logits are nearly free: one R is enough.
 MIN_TOKENS_FOR_FEW_REQS = 512
