@@ -74,11 +74,15 @@ def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def widened(narrow: Ref, dtype: Any) -> jax.Array:
-    """[tile, H] of 8-bit numbers in shared memory, in registers as `dtype`."""
+def widened(narrow: Ref, dtype: Any, *, is_operand: bool = False) -> jax.Array:
+    """[tile, H] of 8-bit numbers in shared memory, in registers as `dtype`.
+
+    For products that read registers (`is_operand`) they are brought to the WGMMA layout, for which threads exchange
+    what they have. What goes back to shared memory stays as it came.
+    """
     values = plgpu.load(narrow, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
-    # While they are narrow: neighbouring threads exchange half as many registers.
-    values = plgpu.layout_cast(values, plgpu.Layout.WGMMA)
+    if is_operand:  # while they are narrow: half as many registers
+        values = plgpu.layout_cast(values, plgpu.Layout.WGMMA)
     values = values.astype(jnp.float16)  # the conversion that the hardware has, and exact
     return values if dtype == jnp.float16 else values.astype(jnp.float32).astype(dtype)
 

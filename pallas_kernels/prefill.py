@@ -17,17 +17,9 @@ from jax import lax
 
 from pallas_kernels.common import Ref, pl, plgpu, swizzled_smem
 from pallas_kernels.layer_slice import LayerArray, as_stack
-from pallas_kernels.prefill_copy import (
-    PrefillInputs,
-    PrefillScratch,
-    PrefillSizes,
-    QueryTile,
-    by_token,
-    copy_tiles,
-    num_rounds,
-    query_tile,
-    widen_tiles,
-)
+from pallas_kernels.prefill_copy import copy_tiles, widen_tiles
+from pallas_kernels.prefill_rows import copies_of_rows, copy_rows_out, load_rows, rows_smem, store_rows
+from pallas_kernels.prefill_sizes import PrefillInputs, PrefillScratch, PrefillSizes, num_rounds, query_tile
 from pallas_kernels.prefill_tiles import Part, attend_tiles
 from pallas_kernels.tuning import PrefillConfig
 from pallas_kernels.work_lists import ROWS_PER_WARPGROUP, PrefillWork
@@ -159,15 +151,15 @@ def _scratch_types(sizes: PrefillSizes) -> tuple[Any, ...]:
     filled = widened if sizes.is_narrow else arrived
     free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
     return (
-        plgpu.SMEM((warpgroups, rows, head_dim), dtype),
+        rows_smem(sizes),
         None if sizes.q_in_registers else swizzled_smem(warpgroups, rows, head_dim, dtype=dtype),
-        plgpu.SMEM((warpgroups, rows, head_dim), dtype),
+        rows_smem(sizes),
         ring,
         ring,
         narrow_ring,
         narrow_ring,
         None if config.p_in_registers else swizzled_smem(warpgroups, rows, config.tile, dtype=dtype),
-        plgpu.Barrier(num_arrivals=1 if config.copy_whole_tiles else sizes.tokens, num_barriers=warpgroups),
+        plgpu.Barrier(num_arrivals=copies_of_rows(sizes), num_barriers=warpgroups),
         plgpu.Barrier(num_barriers=warpgroups),
         filled,
         filled,
@@ -188,7 +180,7 @@ def _compute(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch
     def query_body(r: jax.Array, done: jax.Array) -> jax.Array:
         query = query_tile(sizes, inputs.tiles, r)
         plgpu.barrier_wait(scratch.q_full.at[warpgroup])
-        q = plgpu.load(q_in, layout=plgpu.Layout.WGMMA, optimized=False)
+        q = load_rows(sizes, q_in)
         if not sizes.q_in_registers:
             q_smem = scratch.q.at[warpgroup]
             q_smem[...] = q
@@ -196,32 +188,10 @@ def _compute(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch
             q = q_smem
         out = attend_tiles(Part(sizes, inputs, scratch, query, warpgroup, q, done))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        o_smem[...] = out.astype(sizes.dtype)
+        store_rows(sizes, out.astype(sizes.dtype), o_smem)
         plgpu.commit_smem()
-        _store_tokens(sizes, query, warpgroup, o_smem, inputs.out)
+        copy_rows_out(sizes, query, warpgroup, o_smem, inputs.out)
         return done + sizes.num_steps(query)
 
     lax.fori_loop(0, num_rounds(sizes, inputs.num_tiles), query_body, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
-
-
-def _store_tokens(sizes: PrefillSizes, query: QueryTile, warpgroup: jax.Array, o_smem: Ref, out_ref: Ref) -> None:
-    """Write the warpgroup's real tokens: all by one copy, or one by one where the request ends among them."""
-    first = warpgroup * sizes.tokens
-    token = query.token + first
-    count = jnp.clip(query.num_tokens - first, 0, sizes.tokens)
-    heads = pl.ds(query.head * sizes.group, sizes.group)
-    is_whole = jnp.logical_and(count == sizes.tokens, sizes.config.copy_whole_tiles)
-    if sizes.config.copy_whole_tiles:
-
-        @pl.when(is_whole)
-        def _():
-            plgpu.copy_smem_to_gmem(by_token(sizes, o_smem), out_ref.at[pl.ds(token, sizes.tokens), heads])
-
-    @pl.when(jnp.logical_not(is_whole))
-    def _():
-        def store(t: jax.Array, _: None) -> None:
-            rows = pl.ds(t * sizes.group, sizes.group)
-            plgpu.copy_smem_to_gmem(o_smem.at[rows], out_ref.at[token + t, heads])
-
-        lax.fori_loop(0, count, store, None)

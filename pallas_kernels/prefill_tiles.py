@@ -28,8 +28,8 @@ from pallas_kernels.common import (
     plgpu,
 )
 from pallas_kernels.layer_slice import place_in
-from pallas_kernels.prefill_copy import PrefillInputs, PrefillScratch, PrefillSizes, QueryTile
 from pallas_kernels.prefill_products import multiply_if_needed, start_product
+from pallas_kernels.prefill_sizes import PrefillInputs, PrefillScratch, PrefillSizes, QueryTile
 from pallas_kernels.work_lists import ROWS_PER_WARPGROUP
 
 # Where a maximum starts: below all real scores, and so far above hidden ones that their weights are 0 in a row that
