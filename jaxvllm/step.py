@@ -97,7 +97,8 @@ def make_step(
         hidden, kv_cache = run_model(model, plan, device_state, kv_cache, key, backend, num_heads)
         if key.kind == "mixed":
             device_state = device_state.store_hidden(hidden)
-        logits = model.compute_logits(hidden[plan["logits_indices"]])
+        # Row i of a decode step is token i.
+        logits = model.compute_logits(hidden if key.kind == "decode" else hidden[plan["logits_indices"]])
         token_ids = greedy(logits)
         rows = jnp.stack([plan["rows"], plan["seq_lens"], plan["needs_sample"]])
         token_store = store_tokens(device_state.token_ids, rows, token_ids)
@@ -240,7 +241,8 @@ def _rows_of(array: jax.Array, rows: jax.Array) -> jax.Array:
 def _input_ids(plan: dict[str, Any], device_state: DeviceState, key: BucketKey) -> jax.Array:
     """The token ids, with those that exist on the device only (-1, decode rows) filled in; i32[T]."""
     last_positions = jnp.maximum(plan["seq_lens"] - 1, 0)
-    last_tokens = device_state.token_ids.at[plan["rows"], last_positions].get(mode="fill", fill_value=0)
+    # Pads, whose row is past the end, have a token; to fill in another one would take a kernel that finds them.
+    last_tokens = device_state.token_ids.at[plan["rows"], last_positions].get(mode="clip")
     # Token t of a decode row is row t, and R <= T.
     last_tokens = jnp.pad(last_tokens, (0, key.T - key.R))
     return jnp.where(plan["input_ids"] < 0, last_tokens, plan["input_ids"])
