@@ -97,8 +97,10 @@ def make_step(
         hidden, kv_cache = run_model(model, plan, device_state, kv_cache, key, backend, num_heads)
         if key.kind == "mixed":
             device_state = device_state.store_hidden(hidden)
-        # Row i of a decode step is token i.
-        logits = model.compute_logits(hidden if key.kind == "decode" else hidden[plan["logits_indices"]])
+            # XLA has the last product write there, and with another reader of it would run it twice.
+            hidden = device_state.hidden if device_state.hidden.size else hidden
+            hidden = hidden[plan["logits_indices"]]
+        logits = model.compute_logits(hidden)  # row i of a decode step is token i
         token_ids = greedy(logits)
         rows = jnp.stack([plan["rows"], plan["seq_lens"], plan["needs_sample"]])
         token_store = store_tokens(device_state.token_ids, rows, token_ids)
