@@ -49,6 +49,8 @@ class TinyExecutor:
     It is dispatched as DeviceExecutor does it, for all engines by one thread, so that a new engine finds it idle.
     """
 
+    bucket_policy = POLICY
+
     def __init__(self, config: EngineConfig) -> None:
         self.num_blocks = config.memory.num_blocks or NUM_BLOCKS
         self.planner = Planner(LIMITS, POLICY, config.seed)
