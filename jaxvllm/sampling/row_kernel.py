@@ -29,13 +29,19 @@ Ref = Any  # of a Pallas kernel
 
 
 def call_kernel(
-    kernel: Callable[..., None], grid: tuple[int, ...], outputs: Any, *args: jax.Array, interpret: bool = False
+    kernel: Callable[..., None],
+    grid: tuple[int, ...],
+    outputs: Any,
+    *args: jax.Array,
+    aliases: dict[int, int] | None = None,
+    interpret: bool = False,
 ) -> Any:
-    """Run a kernel on whole arrays; `outputs` are ShapeDtypeStructs."""
+    """Run a kernel on whole arrays; `outputs` are ShapeDtypeStructs, `aliases` say which argument becomes which."""
     call = pl.pallas_call(
         kernel,
         out_shape=outputs,
         grid=grid,
+        input_output_aliases=aliases or {},
         interpret=interpret,
         compiler_params=triton.CompilerParams(num_warps=_NUM_WARPS),
     )

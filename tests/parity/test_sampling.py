@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from jaxvllm.sampling import draw, kept_tokens, position_logprobs, process_logits
+from jaxvllm.sampling import draw, kept_tokens, position_logprobs, process_logits, sample
 from scheduler.logprob_columns import read_logprobs
 from scheduler.records import RecordField
 from scheduler.sampling_params import DerivedParams, SamplingParams
-from tests.engine.sampling_rows import make_rows, process_and_sample, repeat_row
+from tests.engine.sampling_rows import make_rows, repeat_row
 
 V, NUM_ROWS, EOS = 509, 40, 17
 
@@ -107,8 +107,8 @@ def backend(request):
 
 
 @pytest.fixture(scope="module")
-def process():
-    return jax.jit(process_logits)
+def process(backend):
+    return jax.jit(lambda logits, rows: process_logits(logits, rows, (), backend))
 
 
 def test_processed_logits_probabilities_and_masks_are_pytorch_s(requests, process):
@@ -140,9 +140,10 @@ def test_greedy_ids_are_pytorch_s_and_a_row_without_wishes_is_bit_equal(requests
     params, histories, logits = requests
     plain = [SamplingParams(temperature=0.0)] * NUM_ROWS
     mixed = [a if i % 2 else b for i, (a, b) in enumerate(zip(params, plain, strict=True))]
-    got = np.asarray(process(jnp.asarray(logits), make_rows(mixed, eos=EOS, histories=histories)))
-    assert np.array_equal(got[::2].view(np.int32), logits[::2].view(np.int32))
-    ids, _ = process_and_sample(jnp.asarray(logits), make_rows(mixed, eos=EOS, histories=histories), backend)
+    rows = make_rows(mixed, eos=EOS, histories=histories)
+    got = process(jnp.asarray(logits), rows)
+    assert np.array_equal(np.asarray(got)[::2].view(np.int32), logits[::2].view(np.int32))
+    ids, _ = jax.jit(sample, static_argnums=3)(jnp.asarray(logits), got, rows, backend)
     for i, p in enumerate(mixed):
         if p.is_greedy:
             assert int(ids[i]) == int(processed(logits[i], p, histories[i]).argmax())
