@@ -9,6 +9,7 @@ from jax import lax
 
 from jaxvllm.sampling import draw, draw_kernel, logprobs, logprobs_kernel, process_kernel, processors
 from jaxvllm.sampling.custom import LogitsProcessor
+from jaxvllm.sampling.row_kernel import group_stats
 from jaxvllm.sampling.rows import SamplingRows
 from jaxvllm.sampling.thinking import CERTAIN, forced_ids
 from pallas_kernels import Backend
@@ -61,8 +62,12 @@ def sample(
     listed_ids = rows.lists(ListField.LISTED_IDS, MAX_LOGPROB_TOKEN_IDS)
     if backend != "reference":
         interpret = _interprets(backend)
-        token_ids = draw_kernel.choose(processed, rows, interpret=interpret)
-        args = (logits, token_ids, num_logprobs, listed_ids, num_listed)
+        wants_logprobs = (num_logprobs > 0).astype(jnp.float32)
+        of_processed, of_logits = group_stats(
+            (processed, draw_kernel.scales(rows)), (logits, wants_logprobs), interpret=interpret
+        )
+        token_ids = draw_kernel.choose(processed, of_processed, rows, interpret=interpret)
+        args = (logits, of_logits, token_ids, num_logprobs, listed_ids, num_listed)
         return token_ids, logprobs_kernel.position_logprobs(*args, interpret=interpret)
     token_ids = draw.choose(processed, rows)
     return token_ids, lax.cond(
@@ -90,7 +95,9 @@ def position_logprobs(
     args = (jnp.zeros((num_rows, MAX_LOGPROB_TOKEN_IDS), jnp.int32), jnp.zeros(num_rows, jnp.int32))
     if backend == "reference":
         return logprobs.position_logprobs(logits, targets, num_logprobs, *args)
-    return logprobs_kernel.position_logprobs(logits, targets, num_logprobs, *args, interpret=_interprets(backend))
+    interpret = _interprets(backend)
+    (stats,) = group_stats((logits, (num_logprobs > 0).astype(jnp.float32)), interpret=interpret)
+    return logprobs_kernel.position_logprobs(logits, stats, targets, num_logprobs, *args, interpret=interpret)
 
 
 def _interprets(backend: Backend) -> bool:
