@@ -25,6 +25,9 @@ from scheduler.sampling_params import MAX_LISTED_IDS, MAX_THINK_IDS
 from scheduler.token_lists import MAX_MASKED_IDS, ListField
 
 _CHUNK = 1024  # tokens of a row or of its history at a time
+# Words are floats here, IN_PROMPT too: Triton's lowering in JAX 0.11 makes a sum of floats of every atomic_add, and one
+# of integers would add nothing. Floats count to 2**24.
+_IN_PROMPT = 2.0**23
 
 
 def edit_logits(logits: jax.Array, rows: SamplingRows, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
@@ -60,7 +63,7 @@ def edit_logits(logits: jax.Array, rows: SamplingRows, *, interpret: bool = Fals
     outputs = (
         jax.ShapeDtypeStruct(logits.shape, jnp.float32),
         jax.ShapeDtypeStruct((num_rows,), jnp.int32),
-        jax.ShapeDtypeStruct(logits.shape, jnp.int32),
+        jax.ShapeDtypeStruct(logits.shape, jnp.float32),
         jax.ShapeDtypeStruct((num_rows, MAX_LISTED_IDS), jnp.int32),
     )
     args = (rows.records, rows.seq_lens, rows.needs_sample.astype(jnp.int32), rows.rows, rows.token_ids)
@@ -153,21 +156,23 @@ def _penalise(row: _Row, logits: Ref, out: Ref, words: Ref) -> None:
         _over_chunks(start, end, step)
 
     def clear(ids: jax.Array, is_meant: jax.Array) -> None:
-        row.store(words, ids, jnp.int32(0), is_meant)
+        row.store(words, ids, jnp.float32(0), is_meant)
 
     def mark(ids: jax.Array, is_meant: jax.Array) -> None:
-        row.store(words, ids, jnp.int32(IN_PROMPT), is_meant)
+        row.store(words, ids, jnp.float32(_IN_PROMPT), is_meant)
 
     def count(ids: jax.Array, is_meant: jax.Array) -> None:
         if row.interpret:  # which knows no atomic operations on many places
             places = jnp.where(is_meant, ids, row.vocab_size)
-            words[row.number, :] = words[row.number, :].at[places].add(1, mode="drop")
+            words[row.number, :] = words[row.number, :].at[places].add(1.0, mode="drop")
         else:
-            triton.atomic_add(words, (row.number, ids), jnp.ones(_CHUNK, jnp.int32), mask=is_meant)
+            triton.atomic_add(words, (row.number, ids), jnp.ones(_CHUNK, jnp.float32), mask=is_meant)
 
     def write(ids: jax.Array, is_meant: jax.Array, added: Any = 0.0) -> None:
         columns = (RecordField.REPETITION_PENALTY, RecordField.FREQUENCY_PENALTY, RecordField.PRESENCE_PENALTY)
-        old, word = row.load(logits, ids, is_meant) + added, row.load(words, ids, is_meant)
+        old, found = row.load(logits, ids, is_meant) + added, row.load(words, ids, is_meant)
+        is_marked = found >= _IN_PROMPT
+        word = jnp.where(is_marked, found - _IN_PROMPT, found).astype(jnp.int32) + jnp.where(is_marked, IN_PROMPT, 0)
         row.store(out, ids, penalise(old, word, *(row.factor(column) for column in columns)), is_meant)
 
     clear(bias_ids, is_biased)
