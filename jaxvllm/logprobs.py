@@ -176,16 +176,16 @@ class LogprobCollector:
     def add(self, new: TokenLogprobs, context: Sequence[int]) -> None:
         """Add a position; context: the tokens before it."""
         ids, values, rank = new.token_ids, new.logprobs, new.rank
-        texts = None if self._texts is None else [self._texts.of(i, context) for i in ids]
+        texts = [None] * len(ids) if self._texts is None else [self._texts.of(i, context) for i in ids]
         self.cumulative_logprob += values[0]
         if isinstance(self.positions, FlatLogprobs):
             others = range(1, len(ids)) if new.is_ranked else [None] * (len(ids) - 1)
-            self.positions.append_fast(ids, values, [rank, *others], texts or [None] * len(ids))
+            self.positions.append_fast(ids, values, [rank, *others], texts)
             return
-        entries: LogprobsOnePosition = {ids[0]: Logprob(values[0], rank, texts and texts[0])}
+        entries: LogprobsOnePosition = {ids[0]: Logprob(values[0], rank, texts[0])}
         for i in range(1, len(ids)):
             if ids[i] != ids[0]:  # the token that is there may be among the others again
-                entries[ids[i]] = Logprob(values[i], i if new.is_ranked else None, texts and texts[i])
+                entries[ids[i]] = Logprob(values[i], i if new.is_ranked else None, texts[i])
         self.positions.append(entries)
 
     def add_none(self) -> None:
