@@ -294,7 +294,7 @@ class ModelRunner:
             logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._replicated)
             rows = (self._host_array(3, key.R), state.records, state.token_lists, state.token_ids)
             if key.kind == "process":
-                return make_process(config.processors), (logits, *rows)
+                return make_process(config.processors, config.backend), (logits, *rows)
             if key.kind == "mask":
                 return make_mask(), (logits, self._host_array(MASKS_PER_WRITE, 1 + config.limits.mask_words))
             return make_sample(config.backend), (logits, logits, *rows)

@@ -109,11 +109,12 @@ def make_step(
     return step
 
 
-def make_process(processors: tuple[LogitsProcessor, ...]) -> Callable[..., jax.Array]:
+def make_process(processors: tuple[LogitsProcessor, ...], backend: Backend) -> Callable[..., jax.Array]:
     """The program that changes a step's logits as its requests ask.
 
     Args:
       processors: custom ones, in the order of their bits.
+      backend: of the attention ops.
 
     Returns:
       process(logits f32[R, V], rows i32[3, R], records, token_lists, token_ids) -> f32[R, V]; the last three are the
@@ -121,7 +122,7 @@ def make_process(processors: tuple[LogitsProcessor, ...]) -> Callable[..., jax.A
     """
 
     def process(logits: jax.Array, step_rows: jax.Array, *state: jax.Array) -> jax.Array:
-        return process_logits(logits, SamplingRows.of_step(step_rows, *state), processors)
+        return process_logits(logits, SamplingRows.of_step(step_rows, *state), processors, backend)
 
     return process
 

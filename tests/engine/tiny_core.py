@@ -121,7 +121,7 @@ class TinyCore:
             assert request_id not in self.ended, "a token after the end"
             self.tokens.setdefault(request_id, []).append(token_id)
         for request_id, logprobs in outputs.logprobs.items():
-            self.logprobs.setdefault(request_id, []).append(logprobs)
+            self.logprobs.setdefault(request_id, []).append(TokenLogprobs.unpack(logprobs))
         self.num_cached_tokens |= outputs.num_cached_tokens
         for request_id, end in outputs.finished.items():
             assert request_id not in self.ended, "two ends"
