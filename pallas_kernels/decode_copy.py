@@ -19,7 +19,7 @@ from pallas_kernels.decode_sizes import DecodeSizes
 class DecodeInputs:
     """The kernel's operands in global memory."""
 
-    q: Ref  # [rows, H]
+    q: Ref  # [rows, H], or the rows of the merged qkv
     kv_cache: Ref
     block_tables: Ref
     seq_lens: Ref
@@ -30,6 +30,12 @@ class DecodeInputs:
     arrivals: Ref = None
     sinks: Ref = None
     kv_scale: Ref = None
+    # With merged qkv only:
+    slots: Ref = None
+    cos: Ref = None
+    sin: Ref = None
+    q_weight: Ref = None
+    k_weight: Ref = None
 
 
 @dataclass(frozen=True)
