@@ -136,6 +136,9 @@ def write_and_decode(
         config=config,
         merged=MergedQKV(norm.eps, norm.unit_offset) if norm else MergedQKV(),
     )
+    if rope is not None and head_dim == 64:  # for both halves of a head, which are one part of its rows
+        cos, sin = rope
+        rope = (jnp.concatenate([cos, cos], axis=1), jnp.concatenate([-sin, sin], axis=1))
     rows = qkv.reshape(-1, head_dim)
     num_padded = max(round_up(len(rows), ATOM), sizes.columns)
     cache_ref = jax.new_ref(kv_cache, memory_space=plgpu.GMEM)
@@ -266,6 +269,7 @@ def _scratch_types(sizes: DecodeSizes) -> tuple[Any, ...]:
         wide(tile, head_dim) if sizes.is_narrow else None,
         wide(sizes.columns, tile),
         plgpu.SMEM((sizes.columns, head_dim), sizes.dtype),
+        plgpu.SMEM((sizes.columns, 2 * head_dim), sizes.dtype) if sizes.merged and head_dim == 64 else None,
         plgpu.SMEM((1,), jnp.int32),
         plgpu.Barrier(num_barriers=2),
         filled,

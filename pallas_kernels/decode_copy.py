@@ -50,6 +50,7 @@ class DecodeScratch:
     v_wide: Ref
     p: Ref
     o: Ref  # not swizzled, so that its rows can go anywhere
+    turned: Ref  # heads of 64 of merged qkv, twice; see decode_newest
     is_last: Ref  # is this CTA the last to arrive
     q_full: Ref
     k_full: Ref

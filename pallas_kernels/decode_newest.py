@@ -143,6 +143,8 @@ def _rotate(sizes: DecodeSizes, parts: Parts, tables: Tables, scratch: DecodeScr
     """Turn the pairs of each column; in heads of at least 128 a thread has both of a pair."""
     if not tables.cos:
         return parts
+    if sizes.parts == 1:
+        return [_rotate_part(sizes, parts[0], tables, scratch)]
     half = sizes.parts // 2
     first, second = [], []
     for x, y, cos, sin in zip(parts[:half], parts[half:], tables.cos, tables.sin, strict=True):
@@ -150,6 +152,19 @@ def _rotate(sizes: DecodeSizes, parts: Parts, tables: Tables, scratch: DecodeScr
         first.append(_rounded(sizes, x * cos - y * sin))
         second.append(_rounded(sizes, y * cos + x * sin))
     return first + second
+
+
+def _rotate_part(sizes: DecodeSizes, x: jax.Array, tables: Tables, scratch: DecodeScratch) -> jax.Array:
+    """Turn the pairs of heads of 64, whose halves different warps have: they meet in shared memory.
+
+    There the head lies twice in a row, so that the rows from the middle on begin with its second half.
+    """
+    for copy in range(2):
+        scratch.turned.at[:, pl.ds(copy * _ROWS, _ROWS)].transpose((1, 0))[...] = x.astype(sizes.dtype)
+    plgpu.commit_smem()
+    other = _load(scratch.turned.at[:, pl.ds(_ROWS // 2, _ROWS)])
+    cos, sin = _across_columns(tables.cos[0], x), _across_columns(tables.sin[0], x)
+    return _rounded(sizes, x * cos + other * sin)
 
 
 def _narrowed(sizes: DecodeSizes, x: jax.Array, inverse_scale: jax.Array) -> jax.Array:

@@ -112,6 +112,6 @@ def window_rows(q_rows: int) -> int:
     return round_up(ATOM - math.gcd(q_rows, ATOM) + q_rows, ATOM)
 
 
-def takes_merged_qkv(group: int, head_dim: int) -> bool:
+def takes_merged_qkv(group: int) -> bool:
     """Whether the decode kernel can take heads merged as rope_and_write_kv gets them."""
-    return head_dim % 128 == 0 and window_rows(group + 2) <= _MAX_MERGED_COLUMNS
+    return window_rows(group + 2) <= _MAX_MERGED_COLUMNS
