@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import LOG2E, MIN_SCORE, capped, div, full, pl, plgpu
+from pallas_kernels.common import MIN_SCORE, capped, div, full, pl, plgpu
 from pallas_kernels.decode_copy import DecodeInputs, DecodeScratch
 from pallas_kernels.decode_merge import across_rows
 from pallas_kernels.decode_sizes import DecodeSizes
@@ -29,8 +29,9 @@ Parts = list[jax.Array]
 
 @dataclass(frozen=True)
 class Tables:
-    """What norm and rotation take, in parts [64] as float32."""
+    """What norm, rotation and write take of global memory; in parts [64] as float32."""
 
+    slot: jax.Array
     q_weight: Parts
     k_weight: Parts
     cos: Parts
@@ -38,7 +39,7 @@ class Tables:
 
 
 def load_tables(sizes: DecodeSizes, inputs: DecodeInputs, row: jax.Array) -> Tables:
-    """Read the norms' weights and the row's angles; before the wait for q, behind which they would come late."""
+    """Read them before the wait for q, behind which they would come late."""
 
     def parts(ref: Any, place: Any) -> Parts:
         if ref is None:
@@ -50,7 +51,7 @@ def load_tables(sizes: DecodeSizes, inputs: DecodeInputs, row: jax.Array) -> Tab
 
     layer = inputs.layer[0]
     weights = [parts(w, None if w is None else place_in(w, layer)) for w in (inputs.q_weight, inputs.k_weight)]
-    return Tables(*weights, parts(inputs.cos, row), parts(inputs.sin, row))
+    return Tables(inputs.slots[row], *weights, parts(inputs.cos, row), parts(inputs.sin, row))
 
 
 def take_newest(
@@ -89,7 +90,7 @@ def take_newest(
     key, value = (
         [jnp.where(mask, x, 0.0).sum(axis=1) for x in parts] for mask, parts in ((is_key, keys), (is_value, values))
     )
-    pl.when(is_first)(lambda: _write(sizes, inputs, item, key, value))
+    pl.when(is_first)(lambda: _write(sizes, inputs, item, tables.slot, key, value))
     products = [x * _across_columns(k, x) for x, k in zip(turned, key, strict=True)]
     score = _sum(products).sum(axis=0) * factor
     if sizes.soft_cap is not None:
@@ -174,16 +175,16 @@ def _narrowed(sizes: DecodeSizes, x: jax.Array, inverse_scale: jax.Array) -> jax
     return clipped.astype(sizes.cache_dtype).astype(jnp.float16).astype(jnp.float32)
 
 
-def _write(sizes: DecodeSizes, inputs: DecodeInputs, item: jax.Array, key: Parts, value: Parts) -> None:
+def _write(
+    sizes: DecodeSizes, inputs: DecodeInputs, item: jax.Array, slot: jax.Array, key: Parts, value: Parts
+) -> None:
     """Key and value of the new token into their slot, unless it is in the null block."""
-    row = div(item, sizes.num_kv_heads)
-    slot = inputs.slots[row]
     block = div(slot, sizes.block_size)
+    head = lax.rem(item, jnp.int32(sizes.num_kv_heads))
 
     @pl.when(block > 0)
     def _():
         for kv, parts in enumerate((key, value)):
-            head = item - row * sizes.num_kv_heads
             target = inputs.kv_cache.at[inputs.layer[0], block, kv, head, slot - block * sizes.block_size]
             for i, x in enumerate(parts):
                 target.at[pl.ds(i * _ROWS, _ROWS)][...] = x.astype(sizes.cache_dtype)

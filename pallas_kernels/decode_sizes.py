@@ -14,9 +14,9 @@ from jax import lax
 from pallas_kernels.common import ATOM, AttentionSizes, div
 from pallas_kernels.tuning import DecodeConfig
 
-
-# Of the products. More would take registers that two CTAs an SM do not leave each other.
-_MAX_MERGED_COLUMNS = 16
+# Elements of the accumulated O^T with merged qkv, all columns of the window. With twice as many, heads of 256 over an
+# 8-bit cache spill registers.
+_MAX_MERGED_SIZE = 16 * 128
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,6 @@ def window_rows(q_rows: int) -> int:
     return round_up(ATOM - math.gcd(q_rows, ATOM) + q_rows, ATOM)
 
 
-def takes_merged_qkv(group: int) -> bool:
+def takes_merged_qkv(group: int, head_dim: int) -> bool:
     """Whether the decode kernel can take heads merged as rope_and_write_kv gets them."""
-    return window_rows(group + 2) <= _MAX_MERGED_COLUMNS
+    return window_rows(group + 2) * max(head_dim, 128) <= _MAX_MERGED_SIZE

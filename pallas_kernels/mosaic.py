@@ -250,7 +250,7 @@ def rope_write_and_attend(
     options |= {"sliding_window": sliding_window, "kv_scale": kv_scale}
     config = _config_of(qkv.dtype, num_kv_heads * (parts - 2), head_dim, kv_cache, sliding_window, backend)
     is_whole = rope is None or 2 * rope[0].shape[-1] == head_dim
-    if not is_whole or head_dim != kv_cache.shape[-1] or not takes_merged_qkv(parts - 2):
+    if not is_whole or head_dim != kv_cache.shape[-1] or not takes_merged_qkv(parts - 2, head_dim):
         to_write = {"rope": rope, "norm": norm, "kv_scale": kv_scale, "backend": backend}
         q, kv_cache = rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, **to_write)
         return paged_attention(q, kv_cache, layer, *rows, work, **options, backend=backend), kv_cache
@@ -278,9 +278,7 @@ def write_and_attend(
     options = _kernel_options(kv_cache, interpret=interpret, **options) | {"rope": rope, "norm": norm}
     decode_work = work.decode_with(options["sliding_window"])
     rows = (block_tables, seq_lens, query_start_loc[-1])
-    return write_and_decode(
-        qkv, kv_cache, slot_mapping, layer, *rows, decode_work, config=config.decode, **options
-    )
+    return write_and_decode(qkv, kv_cache, slot_mapping, layer, *rows, decode_work, config=config.decode, **options)
 
 
 def rope_and_write_kv(
