@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import kernel_shapes as shapes
 from kernel_checks import Check, CheckShape
-from kernel_rows import Measurement, Row, decode_row, mixed_row, prefill_row, work_row, write_row
+from kernel_rows import Measurement, Row, decode_row, mixed_row, prefill_row, work_row, write_and_decode_row, write_row
 
 from jaxvllm.compile_cache import compiler_options
 from pallas_kernels.arg_specs import HEAD_SHAPES, HeadShape
@@ -68,7 +68,8 @@ GEMMA: dict[str, Any] = {"sliding_window": 300, "soft_cap": 50.0}
 def plan_rows(section: str) -> Iterable[partial[Measurement]]:
     """What a section times, the most wanted first."""
     if section == "decode":
-        return [partial(decode_row, shape) for shape in shapes.DECODE_SHAPES]
+        rows = [partial(decode_row, shape) for shape in shapes.DECODE_SHAPES]
+        return [*(partial(write_and_decode_row, shape) for shape in shapes.WRITE_AND_DECODE_SHAPES), *rows]
     if section == "rope":
         return [partial(write_row, num_tokens) for num_tokens in shapes.WRITE_TOKENS]
     if section == "prefill":
