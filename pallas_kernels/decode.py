@@ -6,6 +6,9 @@ warpgroup computes. Keys are the rows of the products, S^T = K Q^T and O^T = V^T
 heads costs 8 columns and not 64 rows. A CTA that has only part of an item writes a normalised partial result and its
 log-sum-exp; the last of the item's CTAs to arrive merges them in the order of the line: the same bits every time.
 
+In a step of decode rows only the kernel takes the merged qkv (write_and_decode): it norms and rotates queries and key,
+writes key and value to the cache, and starts the softmax with them (decode_newest.py).
+
 Letters: T tokens  R rows  N query heads  K kv heads  H head_dim  G = N / K
 """
 
