@@ -3,6 +3,7 @@
 Letters: K inputs  N outputs  S segments
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +63,7 @@ class StageSizes:
     @property
     def tile(self) -> int:
         """Atoms of each weight row that one slot of the ring holds."""
-        counts = range(self.segments, _MAX_TILE + 1, self.segments)
-        return max(n for n in counts if self.num_atoms % n == 0)
+        return _tile_of(self.num_inputs)
 
     @property
     def tiles(self) -> int:
@@ -112,6 +112,24 @@ class MatmulSizes:
 def _segments_of(num_inputs: int) -> int:
     """Into how many segments K, a multiple of 64, is cut."""
     return next(s for s in _SEGMENTS if num_inputs % (64 * s) == 0)
+
+
+def _tile_of(num_inputs: int) -> int:
+    """Atoms of a weight row that are copied together: whole runs of segments."""
+    segments = _segments_of(num_inputs)
+    return max(n for n in range(segments, _MAX_TILE + 1, segments) if num_inputs // 64 % n == 0)
+
+
+def stages_by_kernel(stages: tuple[MatmulStage, ...], config: MatmulConfig) -> list[tuple[MatmulStage, ...]]:
+    """Which stages are one kernel: those that follow each other and are cut alike, since slots have one shape."""
+    if not config.one_kernel:
+        return [(stage,) for stage in stages]
+
+    def cut(stage: MatmulStage) -> tuple[int, int]:
+        num_inputs = stage.weight.shape[-1]
+        return _segments_of(num_inputs), _tile_of(num_inputs)
+
+    return [tuple(group) for _, group in itertools.groupby(stages, cut)]
 
 
 def unsupported_reason(x: jax.Array, stages: tuple[MatmulStage, ...]) -> str | None:
@@ -175,13 +193,14 @@ class StageRefs:
 
 
 def stage_refs(statics: MatmulSizes, has_residual: bool, refs: list[Ref]) -> list[StageRefs]:
-    """The kernel's operands and results by stage; reads the layer number."""
+    """The kernel's operands and results by stage; reads the layer numbers."""
     outs = refs[-len(statics.stages) :]
     x, residual = refs[0], refs[3] if has_residual else None
     rest = iter(refs[4 if has_residual else 3 :])
-    layer = refs[2][0]  # read while the barriers are made, long before the first copy asks for it
+    # Read while the barriers are made, long before the first copy asks for one.
+    layers = [refs[2][i] for i in range(len(statics.stages))]
     made = []
-    for stage, out in zip(statics.stages, outs, strict=True):
+    for stage, layer, out in zip(statics.stages, layers, outs, strict=True):
         weight = next(rest)
         norm_weight = next(rest) if stage.has_norm else None
         bias = next(rest) if stage.has_bias else None

@@ -259,8 +259,8 @@ def matmul_stages(
     arrivals: jax.Array,
     *,
     backend: Backend,
-) -> jax.Array:
-    """See ops.matmul_stages. One kernel, or one a stage where thread blocks cannot wait for each other."""
+) -> tuple[jax.Array, ...]:
+    """See ops.matmul_stages. One kernel for stages that are cut alike."""
     reason = matmul_sizes.unsupported_reason(x, stages)
     if reason is not None:
         raise NotImplementedError(f"{backend} matmul: {reason}; use backend 'reference'")

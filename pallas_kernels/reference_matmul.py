@@ -50,8 +50,11 @@ def activate(name: Activation | None, x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=name != "gelu")
 
 
-def matmul_stages(x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array | None) -> jax.Array:
+def matmul_stages(
+    x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array | None
+) -> tuple[jax.Array, ...]:
     """See ops.matmul_stages."""
+    results = []
     for stage in stages:
         if stage.norm_weight is not None:
             x = rms_norm(x, as_array(stage.norm_weight), eps=stage.eps, unit_offset=stage.unit_offset)
@@ -61,4 +64,5 @@ def matmul_stages(x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.A
         if stage.adds_residual:
             assert residual is not None
             x = residual = residual + x
-    return x
+        results.append(x)
+    return tuple(results)

@@ -14,14 +14,13 @@ cores wait for memory. In shared memory [8, 512] and [64, 64] are the same bytes
 goes by atoms of 8 rows and 64 columns; so one copy brings 16 KiB and more. That matters: a copy costs 128 arrivals at a
 barrier, 0.2 us (with a copy a segment a layer of Qwen3-0.6B took 24.6 us, LOG 2026-11-30).
 
-In a CTA one warp copies weights and runs ahead, one warpgroup computes. Between products all CTAs wait for each other
-(they are all resident: one an SM), or each product is a kernel of its own.
+In a CTA one warp copies weights and runs ahead, across products, since weights wait for nobody; another copies x as
+soon as all CTAs have their part of it (they are all resident: one an SM); one warpgroup computes.
 
 Letters: K inputs  N outputs  S segments
 """
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,9 +28,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import Ref, div, pl, plgpu, swizzled_smem
-from pallas_kernels.layer_slice import LayerSlice, as_stack
+from pallas_kernels.layer_slice import as_stack, layer_of
 from pallas_kernels.matmul_arrivals import arrive, reset_arrivals, wait_for_arrivals
-from pallas_kernels.matmul_sizes import FEW_ROWS, ROW_TILES, UNIT, MatmulSizes, StageRefs, make_sizes, stage_refs
+from pallas_kernels.matmul_sizes import (
+    FEW_ROWS,
+    ROW_TILES,
+    UNIT,
+    MatmulSizes,
+    StageRefs,
+    make_sizes,
+    stage_refs,
+    stages_by_kernel,
+)
 from pallas_kernels.matmul_unit import compute_unit, load_norm_weight, take_x
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.tuning import MatmulConfig
@@ -45,28 +53,27 @@ def matmul_stages(
     *,
     config: MatmulConfig,
     interpret: Any = False,
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     """See ops.matmul_stages.
 
     Args:
       x: bf16 or fp16 [8, K].
       residual: [8, D] or None.
-      arrivals: i32[MAX_STAGES], zeros; zeros again afterwards. Used where the stages are one kernel.
+      arrivals: i32[MAX_STAGES], zeros; zeros again afterwards.
       config: static.
       interpret: False, or InterpretGPUParams.
 
     Returns:
-      [8, N] of the last stage.
+      [8, N] of each stage.
     """
-    statics = make_sizes(x, stages, config)
-    # Slots of the ring have one shape.
-    if not config.one_kernel or len({(stage.segments, stage.tile) for stage in statics.stages}) > 1:
-        for stage, sizes in zip(stages, statics.stages, strict=True):
-            alone = replace(statics, stages=(sizes,))
-            x = _run(alone, x, (stage,), residual, arrivals, interpret)[-1]
-            residual = x if stage.adds_residual else residual
-        return x
-    return _run(statics, x, stages, residual, arrivals, interpret)[-1]
+    results: list[jax.Array] = []
+    for group in stages_by_kernel(stages, config):
+        outs = _run(make_sizes(x, group, config), x, group, residual, arrivals, interpret)
+        results += outs
+        x = outs[-1]
+        for stage, out in zip(group, outs, strict=True):
+            residual = out if stage.adds_residual else residual
+    return tuple(results)
 
 
 def _run(
@@ -77,11 +84,10 @@ def _run(
     arrivals: jax.Array,
     interpret: Any,
 ) -> list[jax.Array]:
-    """The results of all stages."""
-    weights = jax.tree.leaves(stages, is_leaf=lambda node: isinstance(node, LayerSlice))
-    layer = next((weight.layer for weight in weights if isinstance(weight, LayerSlice)), jnp.int32(0))
-    operands = [x, arrivals, layer.reshape(1)] + ([residual] if residual is not None else [])
-    for stage in stages:
+    """The results of stages that are one kernel."""
+    layers = [layer_of(stage.weight) for stage in stages]
+    operands = [x, arrivals, jnp.stack(layers)] + ([residual] if residual is not None else [])
+    for stage, layer in zip(stages, layers, strict=True):
         operands.append(as_stack(stage.weight.reshape(-1, stage.weight.shape[-1]), layer))
         operands += [] if stage.norm_weight is None else [as_stack(stage.norm_weight, layer)]
         operands += [] if stage.bias is None else [as_stack(stage.bias.reshape(-1), layer)]
@@ -96,7 +102,7 @@ def _run(
 
 
 def _body(statics: MatmulSizes, has_residual: bool, *refs: Ref) -> None:
-    """One warpgroup computes, one warp of the other copies."""
+    """One warpgroup computes, two warps of the other copy."""
     stages = stage_refs(statics, has_residual, list(refs))
     arrivals_ref = refs[1]
 
@@ -112,6 +118,7 @@ def _body(statics: MatmulSizes, has_residual: bool, *refs: Ref) -> None:
         def _():
             def warp_body(warp: jax.Array) -> None:
                 pl.when(warp == 0)(functools.partial(_copy_weights, statics, stages, scratch))
+                pl.when(warp == 1)(functools.partial(_copy_inputs, statics, stages, arrivals_ref, scratch))
 
             plgpu.warp_map(warp_body)
 
@@ -195,22 +202,36 @@ def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: tuple[
     lax.fori_loop(jnp.maximum(copied - num_slots, 0), copied, drain, None)
 
 
+def _copy_inputs(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, scratch: tuple[Ref, ...]) -> None:
+    """One warp: the input of each stage in which this CTA has units, once all CTAs have stored it.
+
+    Then this CTA has also done all it had to with the input before, which lies in the same place: it has arrived itself,
+    or others could not have gone on to what they arrived with.
+    """
+    for index, (stage, refs) in enumerate(zip(statics.stages, stages, strict=True)):
+        _, num_mine = statics.num_mine(stage)
+
+        @pl.when(num_mine > 0)
+        def _(index=index, stage=stage, refs=refs):
+            if index > 0:
+                wait_for_arrivals(arrivals_ref, index - 1, min(statics.stages[index - 1].num_units, statics.num_ctas))
+            _copy_atoms(refs.x, scratch[1], None, scratch[-1], (0,), 1, (0, stage.num_atoms))
+
+    if len(stages) > 1:
+        reset_arrivals(arrivals_ref, len(stages) - 1, statics.num_ctas)
+
+
 def _compute(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, scratch: tuple[Ref, ...]) -> None:
-    """One warpgroup: for each stage wait for the one before, take x, compute the units."""
+    """One warpgroup: for each stage take x, compute the units, tell the other CTAs."""
     used = jnp.int32(0)
     for index, (stage, refs) in enumerate(zip(statics.stages, stages, strict=True)):
         first_unit, num_mine = statics.num_mine(stage)
 
         @pl.when(num_mine > 0)
         def _(index=index, stage=stage, refs=refs, first_unit=first_unit, num_mine=num_mine, used=used):
-            if index == 0:
-                _copy_atoms(refs.x, scratch[1], None, scratch[-1], (0,), 1, (0, stage.num_atoms))
-            # Before the wait, if there are registers for them: these loads wait for no other stage.
+            # While x is on its way, if there are registers for them: these loads wait for no other stage.
             chunks = stage.num_atoms // stage.segments if stage.has_norm else 0
             weights = [load_norm_weight(stage, refs, i) for i in range(chunks)] if chunks <= 4 else []
-            if index > 0:
-                wait_for_arrivals(arrivals_ref, index - 1, min(statics.stages[index - 1].num_units, statics.num_ctas))
-                _copy_atoms(refs.x, scratch[1], None, scratch[-1], (0,), 1, (0, stage.num_atoms))
             take_x(stage, refs, weights, scratch)
 
             def unit_body(i: jax.Array, used: jax.Array) -> jax.Array:
@@ -221,5 +242,3 @@ def _compute(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, s
                 arrive(arrivals_ref, index)
 
         used = used + num_mine * (stage.ways * stage.tiles)
-    if len(stages) > 1:
-        reset_arrivals(arrivals_ref, len(stages) - 1, statics.num_ctas)
