@@ -38,17 +38,22 @@ def load_norm_weight(stage: StageSizes, refs: StageRefs, chunk: int | jax.Array)
     return out
 
 
-def take_x(stage: StageSizes, refs: StageRefs, norm_weights: list[jax.Array], scratch: tuple[Ref, ...]) -> None:
-    """Wait for x in shared memory and multiply it by the weights of the norm; the rows' sums of squares beside it.
+def take_x(
+    stage: StageSizes, refs: StageRefs, norm_weights: list[jax.Array], scratch: tuple[Ref, ...]
+) -> jax.Array | None:
+    """Wait for x in shared memory and multiply it by the weights of the norm.
 
     Args:
       norm_weights: of all chunks, or none if they are still to be loaded.
+
+    Returns:
+      f32[8, 16] 1 / rms of the rows, or None without a norm.
     """
     _, x_smem, _, squares_smem, _, _, x_full = scratch
     x_smem = as_operand(x_smem)
     plgpu.barrier_wait(x_full)
     if not stage.has_norm:
-        return
+        return None
     squares = full((64,), 0.0, _WGMMA.reduce(1))
 
     def scale(i: int | jax.Array, squares: jax.Array) -> jax.Array:
@@ -66,13 +71,20 @@ def take_x(stage: StageSizes, refs: StageRefs, norm_weights: list[jax.Array], sc
         squares = lax.fori_loop(0, stage.num_atoms // stage.segments, scale, squares)
     squares_smem[...] = squares
     plgpu.commit_smem()
+    return _across_columns(_rstd(stage, squares_smem))
 
 
 def compute_unit(
-    statics: MatmulSizes, stage: StageSizes, refs: StageRefs, unit: jax.Array, used: jax.Array, scratch: tuple[Ref, ...]
+    statics: MatmulSizes,
+    stage: StageSizes,
+    refs: StageRefs,
+    rstd: jax.Array | None,
+    unit: jax.Array,
+    used: jax.Array,
+    scratch: tuple[Ref, ...],
 ) -> jax.Array:
     """16 output columns; returns the number of slots used so far."""
-    w_smem, x_smem, sums_smem, squares_smem, filled, free, _ = scratch
+    w_smem, x_smem, sums_smem, _, filled, free, _ = scratch
     w_smem, x_smem = as_operand(w_smem), as_operand(x_smem)
     columns = pl.ds(unit * UNIT, UNIT)
     layout = _out_layout()
@@ -102,8 +114,7 @@ def compute_unit(
             sums_smem[pl.ds(way * 64, 64), pl.ds(i * FEW_ROWS, FEW_ROWS)] = _diagonal(stage, blocks)
     plgpu.commit_smem()
     parts = [_sum_segments(stage, sums_smem, way) for way in range(stage.ways)]
-    if stage.has_norm:
-        rstd = _across_columns(_rstd(stage, squares_smem))
+    if rstd is not None:
         parts = [part * rstd for part in parts]
     if refs.bias is not None:
         for way in range(stage.ways):

@@ -232,10 +232,10 @@ def _compute(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, s
             # While x is on its way, if there are registers for them: these loads wait for no other stage.
             chunks = stage.num_atoms // stage.segments if stage.has_norm else 0
             weights = [load_norm_weight(stage, refs, i) for i in range(chunks)] if chunks <= 4 else []
-            take_x(stage, refs, weights, scratch)
+            rstd = take_x(stage, refs, weights, scratch)
 
             def unit_body(i: jax.Array, used: jax.Array) -> jax.Array:
-                return compute_unit(statics, stage, refs, first_unit + i * statics.num_ctas, used, scratch)
+                return compute_unit(statics, stage, refs, rstd, first_unit + i * statics.num_ctas, used, scratch)
 
             lax.fori_loop(0, num_mine, unit_body, used)
             if index + 1 < len(stages):

@@ -112,7 +112,7 @@ class LayerContext:
     rope: tuple[jax.Array, jax.Array] | None  # cos, sin f32[T, rotated / 2]
     sliding_window: int | jax.Array | None
     arrivals: jax.Array | None
-    next_layer: Any  # the layer behind this one with its weights; None behind the last, and where `end` has no use for it
+    next_layer: Any  # the layer behind this one, with its weights, where `end` may run ahead into it
 
     def project(self, x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array | None = None) -> jax.Array:
         """pallas_kernels.matmul_stages: kernels where they were measured to be faster, XLA elsewhere.
@@ -170,7 +170,8 @@ def run_layers(
 
     Args:
       layers: one module whose weights are stacked by layer; called as layer(Hidden, kv_cache, LayerContext), which
-        returns Hidden and the cache.
+        returns Hidden and the cache. It may have `first_stages()`: the products that it begins with and that the
+        layer before may end with.
       x: [T, D].
       kv_cache: see pallas_kernels.rope_and_write_kv; consumed.
       kind_of_layer: index into the kinds of `inputs`, one a layer.
@@ -181,7 +182,8 @@ def run_layers(
     weights = nnx.to_pure_dict(state)
 
     if unroll:
-        return _run_unrolled(graphdef, weights, Hidden(x), kv_cache, inputs, kind_of_layer)
+        runs_ahead = has_few_rows(x, inputs.metadata) and hasattr(layers, "first_stages")
+        return _run_unrolled(graphdef, weights, Hidden(x), kv_cache, inputs, kind_of_layer, runs_ahead)
     is_uniform = len(set(kind_of_layer)) == 1
     kinds = jnp.array(kind_of_layer, jnp.int32)
 
@@ -202,7 +204,10 @@ def _run_unrolled(
     kv_cache: jax.Array,
     inputs: LayerInputs,
     kind_of_layer: tuple[int, ...],
+    runs_ahead: bool,
 ) -> tuple[jax.Array, jax.Array]:
+    """See run_layers. `runs_ahead`: each layer knows the one behind it; otherwise the last is lowered with the others."""
+
     def layer_of(weights: dict, number: jax.Array) -> Any:
         return nnx.merge(graphdef, jax.tree.map(lambda stack: LayerSlice(stack, number), weights))
 
@@ -221,8 +226,7 @@ def _run_unrolled(
 
     # Constants: an element of an array would be one more kernel a layer.
     numbers = [jnp.array(i, jnp.int32) for i in range(len(kind_of_layer))]
-    # Where it makes no difference the last layer is like the others, and lowered with them.
-    following = numbers[1:] if has_few_rows(hidden.x, inputs.metadata) else []
+    following = numbers[1:] if runs_ahead else []
     for number, after, kind in itertools.zip_longest(numbers, following, kind_of_layer):
         hidden, kv_cache = run_one(weights, hidden, kv_cache, inputs, number, after, kind=kind)
     return hidden.x, kv_cache

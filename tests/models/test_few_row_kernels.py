@@ -13,13 +13,14 @@ from tests.models.test_models import config_of
 from tests.pallas_kernels.test_mosaic_lowering import KERNEL
 
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64, "dtype": "bfloat16", "sliding_window": None}
+CUT_ALIKE = {"intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
 ROWS = 8
 NO_SOFT_CAP = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 
 
-def lowered_step(architecture: str, num_rows: int) -> str:
+def lowered_step(architecture: str, num_rows: int, **sizes: int) -> str:
     """Two layers and what surrounds them."""
-    config = config_of(architecture, num_hidden_layers=2, **SIZES, **NO_SOFT_CAP)
+    config = config_of(architecture, num_hidden_layers=2, **{**SIZES, **NO_SOFT_CAP, **sizes})
     model = get_model_class(architecture)(config, unroll_layers=True)
 
     def forward(params, ids, kv_cache, metadata):
@@ -38,18 +39,22 @@ def lowered_step(architecture: str, num_rows: int) -> str:
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize(
-    ("architecture", "kernels_of_products"),
-    [
-        ("Qwen3ForCausalLM", 1 + 3),  # sizes that are cut differently: a kernel each
-        ("Gemma3ForCausalLM", 1 + 1 + 2),
-        ("OPTForCausalLM", 1 + 1 + 2),
-    ],
-)
-def test_eight_rows_run_as_kernels_and_more_rows_as_xla_makes_them(architecture, kernels_of_products):
-    attention = 2  # the write and the attention; the layers are lowered once, so count one of them
-    assert len(KERNEL.findall(lowered_step(architecture, ROWS))) == attention + kernels_of_products
-    assert len(KERNEL.findall(lowered_step(architecture, 2 * ROWS))) == attention
+ATTENTION = 2  # kernels: the write and the attention
+
+
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "OPTForCausalLM"])
+def test_eight_rows_run_as_kernels_and_more_rows_as_xla_makes_them(architecture):
+    """The layers are lowered once: these numbers are of one."""
+    assert len(KERNEL.findall(lowered_step(architecture, ROWS))) == ATTENTION + 1 + 1 + 2
+    assert len(KERNEL.findall(lowered_step(architecture, 2 * ROWS))) == ATTENTION
+
+
+def test_a_layer_of_llama_ends_with_the_first_product_of_the_next():
+    first = 1  # its own product, that of no layer before
+    assert len(KERNEL.findall(lowered_step("Qwen3ForCausalLM", ROWS, **CUT_ALIKE))) == first + 2 * (ATTENTION + 1)
+    cut_differently = ATTENTION + 3 + 1, ATTENTION + 3  # a kernel each; the last layer has none behind it
+    assert len(KERNEL.findall(lowered_step("Qwen3ForCausalLM", ROWS))) == first + sum(cut_differently)
+    assert len(KERNEL.findall(lowered_step("Qwen3ForCausalLM", 2 * ROWS))) == ATTENTION
 
 
 def test_kernels_take_the_weights_of_all_layers_and_only_xla_gets_slices():
