@@ -44,7 +44,7 @@ def take_x(
     """Wait for x in shared memory and multiply it by the weights of the norm.
 
     Args:
-      norm_weights: of all chunks, or none if they are still to be loaded.
+      norm_weights: of the first chunks; those of the others are still to be loaded.
 
     Returns:
       f32[8, 16] 1 / rms of the rows, or None without a norm.
@@ -56,19 +56,20 @@ def take_x(
         return None
     squares = full((64,), 0.0, _WGMMA.reduce(1))
 
-    def scale(i: int | jax.Array, squares: jax.Array) -> jax.Array:
-        weight = norm_weights[i] if norm_weights and isinstance(i, int) else load_norm_weight(stage, refs, i)
+    def scale(i: int | jax.Array, squares: jax.Array, weight: jax.Array) -> jax.Array:
         weight = weight.astype(jnp.float32)
         chunk = x_smem.at[pl.ds(i * (stage.segments * FEW_ROWS), 64)]
         x = plgpu.load(chunk, layout=_WGMMA).astype(jnp.float32)
         chunk[...] = (x * (1.0 + weight if stage.unit_offset else weight)).astype(x_smem.dtype)
         return squares + (x * x).sum(axis=1)
 
-    if norm_weights:
-        for i in range(len(norm_weights)):
-            squares = scale(i, squares)
-    else:
-        squares = lax.fori_loop(0, stage.num_atoms // stage.segments, scale, squares)
+    for i, weight in enumerate(norm_weights):
+        squares = scale(i, squares, weight)
+
+    def load_and_scale(i: jax.Array, squares: jax.Array) -> jax.Array:
+        return scale(i, squares, load_norm_weight(stage, refs, i))
+
+    squares = lax.fori_loop(len(norm_weights), stage.num_atoms // stage.segments, load_and_scale, squares)
     squares_smem[...] = squares
     plgpu.commit_smem()
     return _across_columns(_rstd(stage, squares_smem))
@@ -95,7 +96,7 @@ def compute_unit(
 
     def product(way: int) -> tuple[jax.Array, ...]:
         def body(*accs: Ref) -> tuple[jax.Array, ...]:
-            for tile in range(stage.tiles):
+            def add_tile(tile: jax.Array, _: None) -> None:
                 slot = lax.rem(used + (way * stage.tiles + tile), jnp.int32(statics.num_slots))
                 plgpu.barrier_wait(filled.at[slot])
                 for j in range(0, stage.tile, stage.segments):
@@ -105,6 +106,8 @@ def compute_unit(
                         plgpu.wgmma(acc, x, weights.transpose((1, 0)))
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot])
+
+            lax.fori_loop(0, stage.tiles, add_tile, None)
             return tuple(acc[...] for acc in accs)
 
         return pl.run_scoped(body, *[plgpu.ACC((64, run), jnp.float32) for _ in range(ROW_TILES)])

@@ -229,9 +229,9 @@ def _compute(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, s
 
         @pl.when(num_mine > 0)
         def _(index=index, stage=stage, refs=refs, first_unit=first_unit, num_mine=num_mine, used=used):
-            # While x is on its way, if there are registers for them: these loads wait for no other stage.
+            # While x is on its way, as many as there are registers for: these loads wait for no other stage.
             chunks = stage.num_atoms // stage.segments if stage.has_norm else 0
-            weights = [load_norm_weight(stage, refs, i) for i in range(chunks)] if chunks <= 4 else []
+            weights = [load_norm_weight(stage, refs, i) for i in range(min(chunks, 4))]
             rstd = take_x(stage, refs, weights, scratch)
 
             def unit_body(i: jax.Array, used: jax.Array) -> jax.Array:
