@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import Ref, div
-from pallas_kernels.layer_slice import place_in
+from pallas_kernels.layer_slice import LayerSlice, place_in
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.tuning import MatmulConfig
 
@@ -44,6 +44,7 @@ class StageSizes:
     activation: str | None
     adds_residual: bool
     first_cta: int  # which takes unit 0
+    layer_index: int  # of its weights' layer among the kernel's layer numbers
 
     @property
     def ways(self) -> int:
@@ -151,10 +152,25 @@ def unsupported_reason(x: jax.Array, stages: tuple[MatmulStage, ...]) -> str | N
     return None
 
 
+def layer_numbers(stages: tuple[MatmulStage, ...]) -> tuple[list[jax.Array], list[int]]:
+    """The layers that the weights are slices of, and which of these each stage's are.
+
+    Each once: to put copies of one number together would be a kernel more.
+    """
+    numbers: list[jax.Array] = []
+    for stage in stages:
+        if isinstance(stage.weight, LayerSlice) and not any(stage.weight.layer is number for number in numbers):
+            numbers.append(stage.weight.layer)
+    ids = [id(number) for number in numbers]
+    indices = [ids.index(id(stage.weight.layer)) if isinstance(stage.weight, LayerSlice) else 0 for stage in stages]
+    return numbers or [jnp.int32(0)], indices
+
+
 def make_sizes(x: jax.Array, stages: tuple[MatmulStage, ...], config: MatmulConfig) -> MatmulSizes:
     """Read the sizes off the arguments; each stage begins on the CTA after the last one of the stage before."""
     made, first_cta = [], 0
-    for stage in stages:
+    _, layer_indices = layer_numbers(stages)
+    for stage, layer_index in zip(stages, layer_indices, strict=True):
         num_inputs = stage.weight.shape[-1]
         made.append(
             StageSizes(
@@ -169,6 +185,7 @@ def make_sizes(x: jax.Array, stages: tuple[MatmulStage, ...], config: MatmulConf
                 activation=stage.activation,
                 adds_residual=stage.adds_residual,
                 first_cta=first_cta,
+                layer_index=layer_index,
             )
         )
         first_cta = (first_cta + made[-1].num_units) % config.num_ctas
@@ -198,9 +215,10 @@ def stage_refs(statics: MatmulSizes, has_residual: bool, refs: list[Ref]) -> lis
     x, residual = refs[0], refs[3] if has_residual else None
     rest = iter(refs[4 if has_residual else 3 :])
     # Read while the barriers are made, long before the first copy asks for one.
-    layers = [refs[2][i] for i in range(len(statics.stages))]
+    layers = [refs[2][i] for i in range(refs[2].shape[0])]
     made = []
-    for stage, layer, out in zip(statics.stages, layers, outs, strict=True):
+    for stage, out in zip(statics.stages, outs, strict=True):
+        layer = layers[stage.layer_index]
         weight = next(rest)
         norm_weight = next(rest) if stage.has_norm else None
         bias = next(rest) if stage.has_bias else None

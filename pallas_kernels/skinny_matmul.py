@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import Ref, div, pl, plgpu, swizzled_smem
-from pallas_kernels.layer_slice import as_stack, layer_of
+from pallas_kernels.layer_slice import as_stack
 from pallas_kernels.matmul_arrivals import arrive, reset_arrivals, wait_for_arrivals
 from pallas_kernels.matmul_sizes import (
     FEW_ROWS,
@@ -36,6 +36,7 @@ from pallas_kernels.matmul_sizes import (
     UNIT,
     MatmulSizes,
     StageRefs,
+    layer_numbers,
     make_sizes,
     stage_refs,
     stages_by_kernel,
@@ -85,9 +86,10 @@ def _run(
     interpret: Any,
 ) -> list[jax.Array]:
     """The results of stages that are one kernel."""
-    layers = [layer_of(stage.weight) for stage in stages]
+    layers, layer_indices = layer_numbers(stages)
     operands = [x, arrivals, jnp.stack(layers)] + ([residual] if residual is not None else [])
-    for stage, layer in zip(stages, layers, strict=True):
+    for stage, index in zip(stages, layer_indices, strict=True):
+        layer = layers[index]
         operands.append(as_stack(stage.weight.reshape(-1, stage.weight.shape[-1]), layer))
         operands += [] if stage.norm_weight is None else [as_stack(stage.norm_weight, layer)]
         operands += [] if stage.bias is None else [as_stack(stage.bias.reshape(-1), layer)]

@@ -62,6 +62,25 @@ def patch(name: str, before: str | None, after: str | None, threads: str) -> Non
     setattr(skinny_matmul, name, stamped)
 
 
+def stamp_layer(layer: jax.Array) -> None:
+    """When the layer's number has come from memory."""
+    from jax.experimental.mosaic import gpu as mgpu
+
+    slot = EVENTS.setdefault("a layer read", 2 * len(EVENTS) + 8)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def inline(ctx: Any, counters: Any, layer: Any) -> None:
+        with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARP):
+            text = (
+                "{ .reg .u32 t, c; .reg .u64 a; .reg .pred p; setp.ne.u32 p, $1, 0xffffffff; @p mov.u32 t, %clock; "
+                f"mov.u32 c, %ctaid.x; mad.wide.u32 a, c, {4 * NUM_STAMPS}, $0; @p st.global.u32 [a + {4 * slot}], t; }}"
+            )
+            operands = mgpu.utils.memref_ptr(counters), layer.registers.item()
+            mgpu.utils.inline_ptx(text, *operands, has_side_effects=True)
+
+    inline(arrivals_of_kernel[-1], layer)
+
+
 def body(plain: Any, statics: Any, has_residual: bool, *refs: Any) -> None:
     arrivals_of_kernel.append(refs[1])
     plain(statics, has_residual, *refs)
@@ -69,7 +88,14 @@ def body(plain: Any, statics: Any, has_residual: bool, *refs: Any) -> None:
 
 def main() -> None:
     patch("wait_for_arrivals", None, "inputs of {0} + 1 are there", "WARP")
-    patch("_copy_weights", "a first copies weights", "b all weights used", "WARP")
+    patch("_copy_weights", "a copying warp begins", "b all weights used", "WARP")
+    stamped = skinny_matmul._copy_weights
+
+    def copy_weights(statics: Any, stages: Any, scratch: Any) -> None:
+        stamp_layer(stages[0].layer)
+        stamped(statics, stages, scratch)
+
+    skinny_matmul._copy_weights = copy_weights
     patch("take_x", "x of {0} awaited", "x of {0} taken", "WARPGROUP")
     patch("compute_unit", None, "last unit of {0}", "WARPGROUP")
     patch("arrive", None, "arrived {0}", "WARPGROUP")
