@@ -3,7 +3,6 @@
 Letters: K inputs  N outputs  S segments
 """
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +16,11 @@ from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.tuning import MatmulConfig
 
 FEW_ROWS = 8
-UNIT = 16
+MAX_UNIT = 16
 MAX_STAGES = 4
 _SEGMENTS = (8, 4, 2, 1)
-# Rows of a unit in atoms.
-ROW_TILES = UNIT // FEW_ROWS
 _ATOM_BYTES = 1024
-_MAX_TILE = 16
+_MAX_SLOT_ATOMS = 32
 _SMEM_BYTES = 227 * 1024
 # Beside the ring and x: barriers, sums of squares, the sums across segments.
 _OTHER_BYTES = 12 * 1024
@@ -35,7 +32,9 @@ class StageSizes:
 
     num_inputs: int
     num_outputs: int
+    unit: int  # outputs that a CTA computes at a time: 16, or 8 where 16 would leave half of the CTAs without any
     segments: int
+    tile: int  # atoms of each weight row that one slot of the ring holds: whole runs of segments
     is_gated: bool
     has_norm: bool
     eps: float
@@ -53,18 +52,18 @@ class StageSizes:
 
     @property
     def num_units(self) -> int:
-        """Of 16 outputs."""
-        return self.num_outputs // UNIT
+        """All units."""
+        return self.num_outputs // self.unit
+
+    @property
+    def row_tiles(self) -> int:
+        """Weight rows of a unit and way in atoms."""
+        return self.unit // FEW_ROWS
 
     @property
     def num_atoms(self) -> int:
         """Of 64 inputs."""
         return self.num_inputs // 64
-
-    @property
-    def tile(self) -> int:
-        """Atoms of each weight row that one slot of the ring holds."""
-        return _tile_of(self.num_inputs)
 
     @property
     def tiles(self) -> int:
@@ -78,14 +77,11 @@ class MatmulSizes:
 
     stages: tuple[StageSizes, ...]
     num_ctas: int
+    slot_atoms: int  # of the ring
     dtype: Any
     max_slots: int
     copy_whole_tiles: bool
-
-    @property
-    def tile(self) -> int:
-        """Of all stages."""
-        return self.stages[0].tile
+    in_flight: int
 
     @property
     def max_atoms(self) -> int:
@@ -95,13 +91,13 @@ class MatmulSizes:
     @property
     def x_rows(self) -> int:
         """Rows of x_smem: every run of segments can be read as 64 rows, whatever lies behind."""
-        return FEW_ROWS * (self.max_atoms + 8 - self.stages[0].segments)
+        return FEW_ROWS * max(stage.num_atoms + 8 - stage.segments for stage in self.stages)
 
     @property
     def num_slots(self) -> int:
         """Tiles of the ring: as many as fit beside x."""
         room = _SMEM_BYTES - _OTHER_BYTES - 128 * self.x_rows
-        return min(room // (_ATOM_BYTES * ROW_TILES * self.tile), self.max_slots)
+        return min(room // (_ATOM_BYTES * self.slot_atoms), self.max_slots)
 
     def num_mine(self, stage: StageSizes) -> tuple[jax.Array, jax.Array]:
         """The first unit of this CTA, and how many it has: every num_ctas-th."""
@@ -115,22 +111,36 @@ def _segments_of(num_inputs: int) -> int:
     return next(s for s in _SEGMENTS if num_inputs % (64 * s) == 0)
 
 
-def _tile_of(num_inputs: int) -> int:
-    """Atoms of a weight row that are copied together: whole runs of segments."""
+def _unit_of(stage: MatmulStage, config: MatmulConfig) -> int:
+    narrow = MAX_UNIT // 2
+    return narrow if config.narrow_units and stage.weight.shape[-2] // narrow <= config.num_ctas else MAX_UNIT
+
+
+def _tile_of(num_inputs: int, most: int) -> int:
+    """Atoms of a weight row that are copied together: whole runs of segments, `most` at most."""
     segments = _segments_of(num_inputs)
-    return max(n for n in range(segments, _MAX_TILE + 1, segments) if num_inputs // 64 % n == 0)
+    return max((n for n in range(segments, most + 1, segments) if num_inputs // 64 % n == 0), default=0)
+
+
+def _slot_atoms_of(stages: list[MatmulStage], config: MatmulConfig) -> int | None:
+    """Of a ring that serves all these stages, or None: a copy of 16 rows fills a slot, one of 8 rows any part of it."""
+    inputs = [(stage.weight.shape[-1], _unit_of(stage, config)) for stage in stages]
+    filled = {2 * _tile_of(num_inputs, _MAX_SLOT_ATOMS // 2) for num_inputs, unit in inputs if unit == MAX_UNIT}
+    if len(filled) > 1:
+        return None
+    atoms = filled.pop() if filled else max(_tile_of(num_inputs, _MAX_SLOT_ATOMS) for num_inputs, _ in inputs)
+    return atoms if all(_tile_of(num_inputs, atoms) for num_inputs, _ in inputs) else None
 
 
 def stages_by_kernel(stages: tuple[MatmulStage, ...], config: MatmulConfig) -> list[tuple[MatmulStage, ...]]:
-    """Which stages are one kernel: those that follow each other and are cut alike, since slots have one shape."""
-    if not config.one_kernel:
-        return [(stage,) for stage in stages]
-
-    def cut(stage: MatmulStage) -> tuple[int, int]:
-        num_inputs = stage.weight.shape[-1]
-        return _segments_of(num_inputs), _tile_of(num_inputs)
-
-    return [tuple(group) for _, group in itertools.groupby(stages, cut)]
+    """Which stages are one kernel: those that follow each other and can share a ring."""
+    kernels: list[list[MatmulStage]] = []
+    for stage in stages:
+        if config.one_kernel and kernels and _slot_atoms_of([*kernels[-1], stage], config) is not None:
+            kernels[-1].append(stage)
+        else:
+            kernels.append([stage])
+    return [tuple(kernel) for kernel in kernels]
 
 
 def unsupported_reason(x: jax.Array, stages: tuple[MatmulStage, ...]) -> str | None:
@@ -145,9 +155,9 @@ def unsupported_reason(x: jax.Array, stages: tuple[MatmulStage, ...]) -> str | N
         if stage.activation == "gelu":
             return "activation gelu, only its approximation by tanh has a kernel"
         num_outputs, num_inputs = stage.weight.shape[-2:]
-        if num_outputs % UNIT or num_inputs % 64:
-            return f"{num_inputs} inputs and {num_outputs} outputs, only multiples of 64 and {UNIT} have kernels"
-        if 2 * FEW_ROWS * num_inputs > _SMEM_BYTES - _OTHER_BYTES - (3 * _MAX_TILE * ROW_TILES + 8) * _ATOM_BYTES:
+        if num_outputs % MAX_UNIT or num_inputs % 64:
+            return f"{num_inputs} inputs and {num_outputs} outputs, only multiples of 64 and {MAX_UNIT} have kernels"
+        if 2 * FEW_ROWS * num_inputs > _SMEM_BYTES - _OTHER_BYTES - (3 * _MAX_SLOT_ATOMS + 8) * _ATOM_BYTES:
             return f"{num_inputs} inputs do not fit into shared memory"
     return None
 
@@ -167,16 +177,24 @@ def layer_numbers(stages: tuple[MatmulStage, ...]) -> tuple[list[jax.Array], lis
 
 
 def make_sizes(x: jax.Array, stages: tuple[MatmulStage, ...], config: MatmulConfig) -> MatmulSizes:
-    """Read the sizes off the arguments; each stage begins on the CTA after the last one of the stage before."""
+    """Read the sizes of one kernel off its arguments.
+
+    Each stage begins on the CTA after the last one of the stage before.
+    """
+    slot_atoms = _slot_atoms_of(list(stages), config)
+    assert slot_atoms is not None, "see stages_by_kernel"
     made, first_cta = [], 0
     _, layer_indices = layer_numbers(stages)
     for stage, layer_index in zip(stages, layer_indices, strict=True):
-        num_inputs = stage.weight.shape[-1]
+        num_outputs, num_inputs = stage.weight.shape[-2:]
+        unit = _unit_of(stage, config)
         made.append(
             StageSizes(
                 num_inputs=num_inputs,
-                num_outputs=stage.weight.shape[-2],
+                num_outputs=num_outputs,
+                unit=unit,
                 segments=_segments_of(num_inputs),
+                tile=_tile_of(num_inputs, slot_atoms * FEW_ROWS // unit),
                 is_gated=stage.is_gated,
                 has_norm=stage.norm_weight is not None,
                 eps=stage.eps,
@@ -189,7 +207,7 @@ def make_sizes(x: jax.Array, stages: tuple[MatmulStage, ...], config: MatmulConf
             )
         )
         first_cta = (first_cta + made[-1].num_units) % config.num_ctas
-    return MatmulSizes(tuple(made), config.num_ctas, x.dtype, config.max_slots, config.copy_whole_tiles)
+    return MatmulSizes(tuple(made), config.num_ctas, slot_atoms, x.dtype, config.max_slots, config.copy_whole_tiles, config.in_flight)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the computing warpgroup of the few-row products does: the norm of x, and 16 output columns at a time.
+"""What the computing warpgroup of the few-row products does: the norm of x, and a unit of output columns at a time.
 
 Letters: K inputs  N outputs  S segments
 """
@@ -12,14 +12,14 @@ from jax import lax
 from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 
 from pallas_kernels.common import Ref, full, pl, plgpu
-from pallas_kernels.matmul_sizes import FEW_ROWS, ROW_TILES, UNIT, MatmulSizes, StageRefs, StageSizes
+from pallas_kernels.matmul_sizes import FEW_ROWS, MAX_UNIT, MatmulSizes, StageRefs, StageSizes
 
 _WGMMA = plgpu.Layout.WGMMA
 
 
 def as_operand(ref: Ref) -> Ref:
     """Shared memory as wgmma reads it: atoms one below the other."""
-    return ref[1] if isinstance(ref, tuple) else ref
+    return ref[-1] if isinstance(ref, tuple) else ref
 
 
 def load_norm_weight(stage: StageSizes, refs: StageRefs, chunk: int | jax.Array) -> jax.Array:
@@ -47,7 +47,7 @@ def take_x(
       norm_weights: of the first chunks; those of the others are still to be loaded.
 
     Returns:
-      f32[8, 16] 1 / rms of the rows, or None without a norm.
+      f32[8, unit] 1 / rms of the rows, or None without a norm.
     """
     _, x_smem, _, squares_smem, _, _, x_full = scratch
     x_smem = as_operand(x_smem)
@@ -72,7 +72,7 @@ def take_x(
     squares = lax.fori_loop(len(norm_weights), stage.num_atoms // stage.segments, load_and_scale, squares)
     squares_smem[...] = squares
     plgpu.commit_smem()
-    return _across_columns(_rstd(stage, squares_smem))
+    return _across_columns(stage, _rstd(stage, squares_smem))
 
 
 def compute_unit(
@@ -84,15 +84,16 @@ def compute_unit(
     used: jax.Array,
     scratch: tuple[Ref, ...],
 ) -> jax.Array:
-    """16 output columns; returns the number of slots used so far."""
+    """A unit of output columns; returns the number of slots used so far."""
     w_smem, x_smem, sums_smem, _, filled, free, _ = scratch
     w_smem, x_smem = as_operand(w_smem), as_operand(x_smem)
-    columns = pl.ds(unit * UNIT, UNIT)
-    layout = _out_layout()
+    columns = pl.ds(unit * stage.unit, stage.unit)
+    layout = _out_layout(stage.unit)
     residual = None
     if refs.residual is not None:  # loaded early: nothing waits for it
         residual = plgpu.load(refs.residual.at[:, columns], layout=layout, optimized=False)
     run = stage.segments * FEW_ROWS  # rows of a run of segments
+    stride = statics.slot_atoms // stage.row_tiles
 
     def product(way: int) -> tuple[jax.Array, ...]:
         def body(*accs: Ref) -> tuple[jax.Array, ...]:
@@ -102,7 +103,7 @@ def compute_unit(
                 for j in range(0, stage.tile, stage.segments):
                     x = x_smem.at[pl.ds((tile * stage.tile + j) * FEW_ROWS, 64)]
                     for i, acc in enumerate(accs):
-                        weights = w_smem.at[slot, pl.ds((i * stage.tile + j) * FEW_ROWS, run)]
+                        weights = w_smem.at[slot, pl.ds((i * stride + j) * FEW_ROWS, run)]
                         plgpu.wgmma(acc, x, weights.transpose((1, 0)))
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot])
@@ -110,7 +111,7 @@ def compute_unit(
             lax.fori_loop(0, stage.tiles, add_tile, None)
             return tuple(acc[...] for acc in accs)
 
-        return pl.run_scoped(body, *[plgpu.ACC((64, run), jnp.float32) for _ in range(ROW_TILES)])
+        return pl.run_scoped(body, *[plgpu.ACC((64, run), jnp.float32) for _ in range(stage.row_tiles)])
 
     for way in range(stage.ways):
         for i, blocks in enumerate(product(way)):
@@ -121,10 +122,10 @@ def compute_unit(
         parts = [part * rstd for part in parts]
     if refs.bias is not None:
         for way in range(stage.ways):
-            row = pl.ds(way * stage.num_outputs + unit * UNIT, UNIT)
+            row = pl.ds(way * stage.num_outputs + unit * stage.unit, stage.unit)
             bias = refs.bias.at[refs.of_layer(refs.bias), row]
             bias = plgpu.load(bias, layout=layout.reduce(0), optimized=False).astype(jnp.float32)
-            parts[way] = parts[way] + plgpu.layout_cast(lax.broadcast_in_dim(bias, (FEW_ROWS, UNIT), [1]), layout)
+            parts[way] = parts[way] + plgpu.layout_cast(lax.broadcast_in_dim(bias, (FEW_ROWS, stage.unit), [1]), layout)
     out = _activate(stage.activation, parts[0])
     if stage.is_gated:
         out = out * parts[1]
@@ -146,34 +147,39 @@ def _diagonal(stage: StageSizes, blocks: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _out_layout() -> Any:
-    """f32[8, 16] over the 128 threads: one element each, a row beside the next."""
-    tiling = plgpu.Tiling(((FEW_ROWS, UNIT), (2, UNIT), (1, 1)))
-    layout = TiledLayout(tiling, (-6,), (-4, -3), -1, _check_canonical=False).canonicalize()
+def _out_layout(unit: int) -> Any:
+    """f32[8, unit] over the 128 threads: one element each, a row beside the next; 8 columns twice, by 2 warps each."""
+    rows_of_warp = 32 // unit
+    tiling = plgpu.Tiling(((FEW_ROWS, unit), (rows_of_warp, unit), (1, 1)))
+    warp_dims = (-6,) if unit == MAX_UNIT else (plgpu.Replicated(2), -6)
+    layout = TiledLayout(tiling, warp_dims, (-4, -3), -1, _check_canonical=False).canonicalize()
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
 def _sum_segments(stage: StageSizes, sums_smem: Ref, way: int) -> jax.Array:
-    """[8, 16] in the order of the segments."""
-    total = full((FEW_ROWS, UNIT), 0.0, _out_layout())
+    """[8, unit] in the order of the segments."""
+    layout = _out_layout(stage.unit)
+    total = full((FEW_ROWS, stage.unit), 0.0, layout)
     for segment in range(stage.segments):
         rows = pl.ds(way * 64 + segment * FEW_ROWS, FEW_ROWS)
-        total = total + plgpu.load(sums_smem.at[rows], layout=_out_layout(), optimized=False)
+        part = sums_smem.at[rows, pl.ds(0, stage.unit)]
+        total = total + plgpu.load(part, layout=layout, optimized=False)
     return total
 
 
 def _rstd(stage: StageSizes, squares_smem: Ref) -> jax.Array:
     """1 / rms of the 8 rows."""
-    total = full((FEW_ROWS,), 0.0, _out_layout().reduce(1))
+    layout = _out_layout(stage.unit).reduce(1)
+    total = full((FEW_ROWS,), 0.0, layout)
     for segment in range(stage.segments):
         part = squares_smem.at[pl.ds(segment * FEW_ROWS, FEW_ROWS)]
-        total = total + plgpu.load(part, layout=_out_layout().reduce(1), optimized=False)
+        total = total + plgpu.load(part, layout=layout, optimized=False)
     return lax.rsqrt(total * (1.0 / stage.num_inputs) + stage.eps)
 
 
-def _across_columns(row: jax.Array) -> jax.Array:
-    """[8] -> [8, 16]."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(row, (FEW_ROWS, UNIT), [0]), _out_layout())
+def _across_columns(stage: StageSizes, row: jax.Array) -> jax.Array:
+    """[8] -> [8, unit]."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(row, (FEW_ROWS, stage.unit), [0]), _out_layout(stage.unit))
 
 
 def _activate(name: str | None, x: jax.Array) -> jax.Array:

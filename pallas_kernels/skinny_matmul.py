@@ -3,7 +3,7 @@
 With 8 rows a product takes as long as reading the weights, if nothing else takes time: so weights stream into shared
 memory ahead of the computation, across products, and norm, bias, activation and residual are part of the kernel.
 
-A unit is 16 output columns: 16 rows of a weight [N, K]. One thread block (CTA) computes a unit over the whole of K, so
+A unit is 16 output columns, or 8: so many rows of a weight [N, K]. One thread block (CTA) computes a unit over the whole of K, so
 that nothing is summed across CTAs and results have the same bits every time. Tensor cores take 64 rows at a time, and
 there are 8, so K is cut: each run of 8 atoms of 64 inputs counts as 8 segments, one below the other,
 
@@ -32,8 +32,7 @@ from pallas_kernels.layer_slice import as_stack
 from pallas_kernels.matmul_arrivals import arrive, reset_arrivals, wait_for_arrivals
 from pallas_kernels.matmul_sizes import (
     FEW_ROWS,
-    ROW_TILES,
-    UNIT,
+    MAX_UNIT,
     MatmulSizes,
     StageRefs,
     layer_numbers,
@@ -124,21 +123,22 @@ def _body(statics: MatmulSizes, has_residual: bool, *refs: Ref) -> None:
 
             plgpu.warp_map(warp_body)
 
-    num_slots, tile = statics.num_slots, statics.tile
+    num_slots, slot_atoms = statics.num_slots, statics.slot_atoms
     ways = max(stage.ways for stage in statics.stages)
     smem = functools.partial(swizzled_smem, dtype=statics.dtype)
-    weights, x = smem(num_slots, ROW_TILES * tile * FEW_ROWS, 64), smem(statics.x_rows, 64)
-    copies_w, copies_x = ROW_TILES * tile, statics.max_atoms
+    weights, x = smem(num_slots, slot_atoms * FEW_ROWS, 64), smem(statics.x_rows, 64)
+    copies_w, copies_x = max(stage.row_tiles * stage.tile for stage in statics.stages), statics.max_atoms
     if statics.copy_whole_tiles:
         # The same bytes as copies fill them: atoms of 8 rows and 64 columns in the same order.
-        weights = plgpu.RefUnion(smem(num_slots, UNIT, 64 * tile), weights)
+        wide = [smem(num_slots, FEW_ROWS * n, slot_atoms // n * 64) for n in {s.row_tiles for s in statics.stages}]
+        weights = plgpu.RefUnion(*wide, weights)
         x = plgpu.RefUnion(smem(FEW_ROWS, 64 * statics.max_atoms), x)
         copies_w = copies_x = 1
     pl.run_scoped(
         scoped,
         weights,
         x,
-        plgpu.SMEM((ways * 64, UNIT), jnp.float32),  # a unit before the sum over segments
+        plgpu.SMEM((ways * 64, MAX_UNIT), jnp.float32),  # a unit before the sum over segments
         plgpu.SMEM((64,), jnp.float32),  # sums of squares of the rows of x
         plgpu.Barrier(num_arrivals=copies_w, num_barriers=num_slots),  # weights full
         plgpu.Barrier(num_barriers=num_slots),  # weights free
@@ -161,14 +161,16 @@ def _copy_atoms(
     *layer, row = where
     if isinstance(target, tuple):
         block = source.at[*layer, pl.ds(row, FEW_ROWS * row_tiles), pl.ds(first * 64, count * 64)]
-        wide = target[0] if slot is None else target[0].at[slot]
+        wide = next(part for part in target[:-1] if part.shape[-2] == FEW_ROWS * row_tiles)
+        wide = wide if slot is None else wide.at[slot]
         plgpu.copy_gmem_to_smem(block, wide.at[:, pl.ds(0, 64 * count)], barrier)
         return
     tall = target if slot is None else target.at[slot]
+    stride = tall.shape[-2] // FEW_ROWS // row_tiles
     for i in range(row_tiles):
         for j in range(count):
             block = source.at[*layer, pl.ds(row + i * FEW_ROWS, FEW_ROWS), pl.ds((first + j) * 64, 64)]
-            plgpu.copy_gmem_to_smem(block, tall.at[pl.ds((i * count + j) * FEW_ROWS, FEW_ROWS)], barrier)
+            plgpu.copy_gmem_to_smem(block, tall.at[pl.ds((i * stride + j) * FEW_ROWS, FEW_ROWS)], barrier)
 
 
 def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: tuple[Ref, ...]) -> None:
@@ -186,13 +188,19 @@ def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: tuple[
             def _():
                 plgpu.barrier_wait(free.at[slot])
 
+            if statics.in_flight:
+
+                @pl.when(copied >= statics.in_flight)
+                def _():
+                    plgpu.barrier_wait(filled.at[lax.rem(copied - statics.in_flight, jnp.int32(num_slots))])
+
             unit_way = div(i, stage.tiles)
             tile = i - unit_way * stage.tiles
             unit = div(unit_way, stage.ways)
             way = unit_way - unit * stage.ways
-            row = way * stage.num_outputs + (first_unit + unit * statics.num_ctas) * UNIT
+            row = way * stage.num_outputs + (first_unit + unit * statics.num_ctas) * stage.unit
             where, atoms = (refs.of_layer(refs.weight), row), (tile * stage.tile, stage.tile)
-            _copy_atoms(refs.weight, w_smem, slot, filled.at[slot], where, ROW_TILES, atoms)
+            _copy_atoms(refs.weight, w_smem, slot, filled.at[slot], where, stage.row_tiles, atoms)
             return copied + 1
 
         copied = lax.fori_loop(0, num_mine * (stage.ways * stage.tiles), copy_tile, copied)

@@ -116,6 +116,8 @@ class MatmulConfig:
     max_slots: int = 16
     one_kernel: bool = True
     copy_whole_tiles: bool = True
+    narrow_units: bool = True
+    in_flight: int = 2
 
 
 H200_MATMUL = MatmulConfig()
@@ -124,7 +126,7 @@ H200_MATMUL = MatmulConfig()
 # alone of Llama-3.1-8B 23.7 and 18.9.
 MAX_PREFERRED_INPUT = 2048  # columns
 MAX_PREFERRED_WEIGHTS = 48 * 2**20  # elements
-INTERPRET_MATMUL = MatmulConfig(num_ctas=3, max_slots=2, one_kernel=False, copy_whole_tiles=False)
+INTERPRET_MATMUL = MatmulConfig(num_ctas=3, max_slots=2, one_kernel=False, copy_whole_tiles=False, in_flight=0)
 
 
 def matmul_config(*, interpret: bool, num_sms: int | None) -> MatmulConfig:

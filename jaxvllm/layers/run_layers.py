@@ -60,8 +60,7 @@ class Hidden:
     """What one layer hands to the next."""
 
     x: jax.Array  # [T, D] the residual stream
-    # What the next layer's first products give, where this layer's last kernel computed them too: see LayerContext.end.
-    begun: jax.Array | None = None
+    begun: jax.Array | None = None  # what the next layer's first products give, if this layer ended with them
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["metadata", "ropes", "arrivals"], meta_fields=["windows"])
@@ -131,13 +130,16 @@ class LayerContext:
         return self.project(hidden.x, stages) if hidden.begun is None else hidden.begun
 
     def end(self, x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array) -> Hidden:
-        """The layer's last products, the last of which adds the residual; the next layer's first ones too if that pays.
+        """The layer's last products, the last of which adds the residual; then the next layer's first ones.
 
-        It pays in kernels of few rows: weights of the next layer are on their way while this one's are worked on.
+        As one kernel where there is one: weights of the next layer are on their way while this one's are worked on.
         """
-        first = () if self.next_layer is None else self.next_layer.first_stages()
-        if not first or not prefers_matmul_kernel(x, (*stages, *first), self.metadata.backend):
+        if self.next_layer is None:
             return Hidden(self.project(x, stages, residual))
+        first = self.next_layer.first_stages()
+        if not prefers_matmul_kernel(x, (*stages, *first), self.metadata.backend):
+            x = self.project(x, stages, residual)
+            return Hidden(x, self.project(x, first))
         results = matmul_stages(x, (*stages, *first), residual, self.arrivals, backend=self.metadata.backend)
         return Hidden(results[len(stages) - 1], begun=results[-1])
 
@@ -226,7 +228,12 @@ def _run_unrolled(
 
     # Constants: an element of an array would be one more kernel a layer.
     numbers = [jnp.array(i, jnp.int32) for i in range(len(kind_of_layer))]
-    following = numbers[1:] if runs_ahead else []
+    following: list[jax.Array] = []
+    if runs_ahead:
+        # Begun here, so that the first layer is lowered with the others.
+        first = inputs.at(numbers[0], kind_of_layer[0])
+        begun = first.project(hidden.x, layer_of(weights, numbers[0]).first_stages())
+        hidden, following = replace(hidden, begun=begun), numbers[1:]
     for number, after, kind in itertools.zip_longest(numbers, following, kind_of_layer):
         hidden, kv_cache = run_one(weights, hidden, kv_cache, inputs, number, after, kind=kind)
     return hidden.x, kv_cache
