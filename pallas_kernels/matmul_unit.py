@@ -22,20 +22,19 @@ def as_operand(ref: Ref) -> Ref:
     return ref[-1] if isinstance(ref, tuple) else ref
 
 
-def load_norm_weight(stage: StageSizes, refs: StageRefs, chunk: int | jax.Array) -> jax.Array:
-    """The weights of the norm for one run of segments, as the rows of X need them; [64, 64]."""
+@functools.cache
+def _atom_layout() -> Any:
+    """[8, 64] over the 128 threads: 4 neighbours of a row each, rows within a warp."""
+    tiling = plgpu.Tiling(((FEW_ROWS, 64), (2, 64), (1, 4)))
+    layout = TiledLayout(tiling, (-6,), (-4, -3), -1, _check_canonical=False).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+def load_norm_weight(refs: StageRefs, atom: int | jax.Array) -> jax.Array:
+    """The weights of the norm for 64 inputs."""
     assert refs.norm_weight is not None
-    row = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=_WGMMA)
-    # Rows of other chunks are left as they are.
-    out = full((64, 64), 0.0 if stage.unit_offset else 1.0, _WGMMA).astype(refs.norm_weight.dtype)
-    for segment in range(stage.segments):
-        columns = pl.ds((chunk * stage.segments + segment) * 64, 64)
-        part = refs.norm_weight.at[refs.of_layer(refs.norm_weight), columns]
-        weight = plgpu.load(part, layout=_WGMMA.reduce(0), optimized=False)
-        weight = plgpu.layout_cast(lax.broadcast_in_dim(weight, (64, 64), [1]), _WGMMA)
-        is_segment = jnp.logical_and(row >= segment * FEW_ROWS, row < (segment + 1) * FEW_ROWS)
-        out = jnp.where(is_segment, weight, out)
-    return out
+    part = refs.norm_weight.at[refs.of_layer(refs.norm_weight), pl.ds(atom * 64, 64)]
+    return plgpu.load(part, layout=_atom_layout().reduce(0), optimized=False)
 
 
 def take_x(
@@ -44,7 +43,7 @@ def take_x(
     """Wait for x in shared memory and multiply it by the weights of the norm.
 
     Args:
-      norm_weights: of the first chunks; those of the others are still to be loaded.
+      norm_weights: of the first atoms; those of the others are still to be loaded.
 
     Returns:
       f32[8, unit] 1 / rms of the rows, or None without a norm.
@@ -54,25 +53,30 @@ def take_x(
     plgpu.barrier_wait(x_full)
     if not stage.has_norm:
         return None
-    squares = full((64,), 0.0, _WGMMA.reduce(1))
+    layout, shape = _atom_layout(), (FEW_ROWS, 64)
 
-    def scale(i: int | jax.Array, squares: jax.Array, weight: jax.Array) -> jax.Array:
+    def scale(atom: int | jax.Array, squares: jax.Array, weight: jax.Array) -> jax.Array:
         weight = weight.astype(jnp.float32)
-        chunk = x_smem.at[pl.ds(i * (stage.segments * FEW_ROWS), 64)]
-        x = plgpu.load(chunk, layout=_WGMMA).astype(jnp.float32)
-        chunk[...] = (x * (1.0 + weight if stage.unit_offset else weight)).astype(x_smem.dtype)
-        return squares + (x * x).sum(axis=1)
+        weight = 1.0 + weight if stage.unit_offset else weight
+        rows = x_smem.at[pl.ds(atom * FEW_ROWS, FEW_ROWS)]
+        x = plgpu.load(rows, layout=layout, optimized=False).astype(jnp.float32)
+        scaled = x * plgpu.layout_cast(lax.broadcast_in_dim(weight, shape, [1]), layout)
+        rows[...] = scaled.astype(x_smem.dtype)
+        return squares + x * x
 
-    for i, weight in enumerate(norm_weights):
-        squares = scale(i, squares, weight)
+    def load_and_scale(atom: jax.Array, squares: jax.Array) -> jax.Array:
+        return scale(atom, squares, load_norm_weight(refs, atom))
 
-    def load_and_scale(i: jax.Array, squares: jax.Array) -> jax.Array:
-        return scale(i, squares, load_norm_weight(stage, refs, i))
-
-    squares = lax.fori_loop(len(norm_weights), stage.num_atoms // stage.segments, load_and_scale, squares)
-    squares_smem[...] = squares
+    squares = full(shape, 0.0, layout)
+    for atom, weight in enumerate(norm_weights):
+        squares = scale(atom, squares, weight)
+    squares = lax.fori_loop(len(norm_weights), stage.num_atoms, load_and_scale, squares)
+    squares_smem[...] = squares.sum(axis=1)
     plgpu.commit_smem()
-    return _across_columns(stage, _rstd(stage, squares_smem))
+    layout = _out_layout(stage.unit)
+    squares = plgpu.load(squares_smem, layout=layout.reduce(1), optimized=False)
+    rstd = lax.rsqrt(squares * (1.0 / stage.num_inputs) + stage.eps)
+    return plgpu.layout_cast(lax.broadcast_in_dim(rstd, (FEW_ROWS, stage.unit), [0]), layout)
 
 
 def compute_unit(
@@ -165,21 +169,6 @@ def _sum_segments(stage: StageSizes, sums_smem: Ref, way: int) -> jax.Array:
         part = sums_smem.at[rows, pl.ds(0, stage.unit)]
         total = total + plgpu.load(part, layout=layout, optimized=False)
     return total
-
-
-def _rstd(stage: StageSizes, squares_smem: Ref) -> jax.Array:
-    """1 / rms of the 8 rows."""
-    layout = _out_layout(stage.unit).reduce(1)
-    total = full((FEW_ROWS,), 0.0, layout)
-    for segment in range(stage.segments):
-        part = squares_smem.at[pl.ds(segment * FEW_ROWS, FEW_ROWS)]
-        total = total + plgpu.load(part, layout=layout, optimized=False)
-    return lax.rsqrt(total * (1.0 / stage.num_inputs) + stage.eps)
-
-
-def _across_columns(stage: StageSizes, row: jax.Array) -> jax.Array:
-    """[8] -> [8, unit]."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(row, (FEW_ROWS, stage.unit), [0]), _out_layout(stage.unit))
 
 
 def _activate(name: str | None, x: jax.Array) -> jax.Array:

@@ -139,7 +139,7 @@ def _body(statics: MatmulSizes, has_residual: bool, *refs: Ref) -> None:
         weights,
         x,
         plgpu.SMEM((ways * 64, MAX_UNIT), jnp.float32),  # a unit before the sum over segments
-        plgpu.SMEM((64,), jnp.float32),  # sums of squares of the rows of x
+        plgpu.SMEM((FEW_ROWS,), jnp.float32),  # sums of squares of the rows of x
         plgpu.Barrier(num_arrivals=copies_w, num_barriers=num_slots),  # weights full
         plgpu.Barrier(num_barriers=num_slots),  # weights free
         plgpu.Barrier(num_arrivals=copies_x),  # x full
@@ -240,8 +240,8 @@ def _compute(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, s
         @pl.when(num_mine > 0)
         def _(index=index, stage=stage, refs=refs, first_unit=first_unit, num_mine=num_mine, used=used):
             # While x is on its way, as many as there are registers for: these loads wait for no other stage.
-            chunks = stage.num_atoms // stage.segments if stage.has_norm else 0
-            weights = [load_norm_weight(stage, refs, i) for i in range(min(chunks, 4))]
+            atoms = min(stage.num_atoms, 32) if stage.has_norm else 0
+            weights = [load_norm_weight(refs, atom) for atom in range(atoms)]
             rstd = take_x(stage, refs, weights, scratch)
 
             def unit_body(i: jax.Array, used: jax.Array) -> jax.Array:
