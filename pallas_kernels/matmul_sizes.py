@@ -44,6 +44,7 @@ class StageSizes:
     adds_residual: bool
     first_cta: int  # which takes unit 0
     layer_index: int  # of its weights' layer among the kernel's layer numbers
+    norm_index: int  # of its norm among the kernel's norms
 
     @property
     def ways(self) -> int:
@@ -89,6 +90,16 @@ class MatmulSizes:
         return max(stage.num_atoms for stage in self.stages)
 
     @property
+    def num_norms(self) -> int:
+        """Stages that norm their input."""
+        return sum(stage.has_norm for stage in self.stages)
+
+    @property
+    def norm_atoms(self) -> int:
+        """Of the widest input that is normed."""
+        return max((stage.num_atoms for stage in self.stages if stage.has_norm), default=0)
+
+    @property
     def x_rows(self) -> int:
         """Rows of x_smem: every run of segments can be read as 64 rows, whatever lies behind."""
         return FEW_ROWS * max(stage.num_atoms + 8 - stage.segments for stage in self.stages)
@@ -96,7 +107,7 @@ class MatmulSizes:
     @property
     def num_slots(self) -> int:
         """Tiles of the ring: as many as fit beside x."""
-        room = _SMEM_BYTES - _OTHER_BYTES - 128 * self.x_rows
+        room = _SMEM_BYTES - _OTHER_BYTES - 128 * (self.x_rows + self.num_norms * self.norm_atoms)
         return min(room // (_ATOM_BYTES * self.slot_atoms), self.max_slots)
 
     def num_mine(self, stage: StageSizes) -> tuple[jax.Array, jax.Array]:
@@ -204,10 +215,13 @@ def make_sizes(x: jax.Array, stages: tuple[MatmulStage, ...], config: MatmulConf
                 adds_residual=stage.adds_residual,
                 first_cta=first_cta,
                 layer_index=layer_index,
+                norm_index=sum(stage.has_norm for stage in made),
             )
         )
         first_cta = (first_cta + made[-1].num_units) % config.num_ctas
-    return MatmulSizes(tuple(made), config.num_ctas, slot_atoms, x.dtype, config.max_slots, config.copy_whole_tiles, config.in_flight)
+    return MatmulSizes(
+        tuple(made), config.num_ctas, slot_atoms, x.dtype, config.max_slots, config.copy_whole_tiles, config.in_flight
+    )
 
 
 @dataclass(frozen=True)
@@ -216,7 +230,7 @@ class StageRefs:
 
     x: Ref
     weight: Ref  # [L or 1, ways * N, K]
-    norm_weight: Ref | None  # [L or 1, K]
+    norm_weight: Ref | None  # [L or 1, K / 64, 64]
     bias: Ref | None  # [L or 1, ways * N]
     residual: Ref | None
     out: Ref
@@ -225,6 +239,21 @@ class StageRefs:
     def of_layer(self, stack: Ref) -> jax.Array | int:
         """The first index into the weight, the norm's weight or the bias."""
         return place_in(stack, self.layer)
+
+
+@dataclass(frozen=True)
+class MatmulScratch:
+    """Shared memory and barriers of one CTA. The first two are tuples of views where whole tiles are copied."""
+
+    weights: Ref  # the ring
+    x: Ref
+    norms: Ref  # [norms, K / 64, 64] weights of all norms
+    sums: Ref  # f32[ways * 64, 16] a unit before the sum over segments
+    squares: Ref  # f32[8] sums of squares of the rows of x
+    filled: Ref  # slots of the ring
+    free: Ref
+    x_full: Ref
+    norms_full: Ref
 
 
 def stage_refs(statics: MatmulSizes, has_residual: bool, refs: list[Ref]) -> list[StageRefs]:

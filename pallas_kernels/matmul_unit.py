@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 
 from pallas_kernels.common import Ref, full, pl, plgpu
-from pallas_kernels.matmul_sizes import FEW_ROWS, MAX_UNIT, MatmulSizes, StageRefs, StageSizes
+from pallas_kernels.matmul_sizes import FEW_ROWS, MAX_UNIT, MatmulScratch, MatmulSizes, StageRefs, StageSizes
 
 _WGMMA = plgpu.Layout.WGMMA
 
@@ -30,51 +30,39 @@ def _atom_layout() -> Any:
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
-def load_norm_weight(refs: StageRefs, atom: int | jax.Array) -> jax.Array:
-    """The weights of the norm for 64 inputs."""
-    assert refs.norm_weight is not None
-    part = refs.norm_weight.at[refs.of_layer(refs.norm_weight), pl.ds(atom * 64, 64)]
-    return plgpu.load(part, layout=_atom_layout().reduce(0), optimized=False)
-
-
-def take_x(
-    stage: StageSizes, refs: StageRefs, norm_weights: list[jax.Array], scratch: tuple[Ref, ...]
-) -> jax.Array | None:
+def take_x(stage: StageSizes, scratch: MatmulScratch) -> jax.Array | None:
     """Wait for x in shared memory and multiply it by the weights of the norm.
-
-    Args:
-      norm_weights: of the first atoms; those of the others are still to be loaded.
 
     Returns:
       f32[8, unit] 1 / rms of the rows, or None without a norm.
     """
-    _, x_smem, _, squares_smem, _, _, x_full = scratch
-    x_smem = as_operand(x_smem)
-    plgpu.barrier_wait(x_full)
+    if stage.has_norm:
+        plgpu.barrier_wait(scratch.norms_full.at[stage.norm_index])
+    plgpu.barrier_wait(scratch.x_full)
     if not stage.has_norm:
         return None
+    x_smem, weights = as_operand(scratch.x), scratch.norms.at[stage.norm_index]
     layout, shape = _atom_layout(), (FEW_ROWS, 64)
+    at_once = next(n for n in (4, 3, 2, 1) if stage.num_atoms % n == 0)  # for loads to overlap
 
-    def scale(atom: int | jax.Array, squares: jax.Array, weight: jax.Array) -> jax.Array:
-        weight = weight.astype(jnp.float32)
-        weight = 1.0 + weight if stage.unit_offset else weight
-        rows = x_smem.at[pl.ds(atom * FEW_ROWS, FEW_ROWS)]
-        x = plgpu.load(rows, layout=layout, optimized=False).astype(jnp.float32)
-        scaled = x * plgpu.layout_cast(lax.broadcast_in_dim(weight, shape, [1]), layout)
-        rows[...] = scaled.astype(x_smem.dtype)
-        return squares + x * x
+    def scale(i: jax.Array, squares: jax.Array) -> jax.Array:
+        atoms = [i * at_once + j for j in range(at_once)]
+        rows = [x_smem.at[pl.ds(atom * FEW_ROWS, FEW_ROWS)] for atom in atoms]
+        xs = [plgpu.load(part, layout=layout, optimized=False).astype(jnp.float32) for part in rows]
+        factors = [plgpu.load(weights.at[atom], layout=layout.reduce(0), optimized=False) for atom in atoms]
+        for part, x, factor in zip(rows, xs, factors, strict=True):
+            factor = factor.astype(jnp.float32)
+            factor = 1.0 + factor if stage.unit_offset else factor
+            factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, shape, [1]), layout)
+            part[...] = (x * factor).astype(x_smem.dtype)
+            squares = squares + x * x
+        return squares
 
-    def load_and_scale(atom: jax.Array, squares: jax.Array) -> jax.Array:
-        return scale(atom, squares, load_norm_weight(refs, atom))
-
-    squares = full(shape, 0.0, layout)
-    for atom, weight in enumerate(norm_weights):
-        squares = scale(atom, squares, weight)
-    squares = lax.fori_loop(len(norm_weights), stage.num_atoms, load_and_scale, squares)
-    squares_smem[...] = squares.sum(axis=1)
+    squares = lax.fori_loop(0, stage.num_atoms // at_once, scale, full(shape, 0.0, layout))
+    scratch.squares[...] = squares.sum(axis=1)
     plgpu.commit_smem()
     layout = _out_layout(stage.unit)
-    squares = plgpu.load(squares_smem, layout=layout.reduce(1), optimized=False)
+    squares = plgpu.load(scratch.squares, layout=layout.reduce(1), optimized=False)
     rstd = lax.rsqrt(squares * (1.0 / stage.num_inputs) + stage.eps)
     return plgpu.layout_cast(lax.broadcast_in_dim(rstd, (FEW_ROWS, stage.unit), [0]), layout)
 
@@ -86,11 +74,10 @@ def compute_unit(
     rstd: jax.Array | None,
     unit: jax.Array,
     used: jax.Array,
-    scratch: tuple[Ref, ...],
+    scratch: MatmulScratch,
 ) -> jax.Array:
     """A unit of output columns; returns the number of slots used so far."""
-    w_smem, x_smem, sums_smem, _, filled, free, _ = scratch
-    w_smem, x_smem = as_operand(w_smem), as_operand(x_smem)
+    w_smem, x_smem, sums_smem = as_operand(scratch.weights), as_operand(scratch.x), scratch.sums
     columns = pl.ds(unit * stage.unit, stage.unit)
     layout = _out_layout(stage.unit)
     residual = None
@@ -103,14 +90,14 @@ def compute_unit(
         def body(*accs: Ref) -> tuple[jax.Array, ...]:
             def add_tile(tile: jax.Array, _: None) -> None:
                 slot = lax.rem(used + (way * stage.tiles + tile), jnp.int32(statics.num_slots))
-                plgpu.barrier_wait(filled.at[slot])
+                plgpu.barrier_wait(scratch.filled.at[slot])
                 for j in range(0, stage.tile, stage.segments):
                     x = x_smem.at[pl.ds((tile * stage.tile + j) * FEW_ROWS, 64)]
                     for i, acc in enumerate(accs):
                         weights = w_smem.at[slot, pl.ds((i * stride + j) * FEW_ROWS, run)]
                         plgpu.wgmma(acc, x, weights.transpose((1, 0)))
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(free.at[slot])
+                plgpu.barrier_arrive(scratch.free.at[slot])
 
             lax.fori_loop(0, stage.tiles, add_tile, None)
             return tuple(acc[...] for acc in accs)

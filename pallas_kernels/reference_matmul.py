@@ -50,9 +50,7 @@ def activate(name: Activation | None, x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=name != "gelu")
 
 
-def matmul_stages(
-    x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array | None
-) -> tuple[jax.Array, ...]:
+def matmul_stages(x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array | None) -> tuple[jax.Array, ...]:
     """See ops.matmul_stages."""
     results = []
     for stage in stages:

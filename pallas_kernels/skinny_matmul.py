@@ -33,6 +33,7 @@ from pallas_kernels.matmul_arrivals import arrive, reset_arrivals, wait_for_arri
 from pallas_kernels.matmul_sizes import (
     FEW_ROWS,
     MAX_UNIT,
+    MatmulScratch,
     MatmulSizes,
     StageRefs,
     layer_numbers,
@@ -40,7 +41,7 @@ from pallas_kernels.matmul_sizes import (
     stage_refs,
     stages_by_kernel,
 )
-from pallas_kernels.matmul_unit import compute_unit, load_norm_weight, take_x
+from pallas_kernels.matmul_unit import compute_unit, take_x
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.tuning import MatmulConfig
 
@@ -90,7 +91,7 @@ def _run(
     for stage, index in zip(stages, layer_indices, strict=True):
         layer = layers[index]
         operands.append(as_stack(stage.weight.reshape(-1, stage.weight.shape[-1]), layer))
-        operands += [] if stage.norm_weight is None else [as_stack(stage.norm_weight, layer)]
+        operands += [] if stage.norm_weight is None else [as_stack(stage.norm_weight.reshape(-1, 64), layer)]
         operands += [] if stage.bias is None else [as_stack(stage.bias.reshape(-1), layer)]
     return pl.kernel(
         functools.partial(_body, statics, residual is not None),
@@ -108,7 +109,8 @@ def _body(statics: MatmulSizes, has_residual: bool, *refs: Ref) -> None:
     arrivals_ref = refs[1]
 
     def scoped(weights: Ref, x: Ref, *rest: Ref) -> None:
-        scratch = (tuple(weights), tuple(x), *rest) if statics.copy_whole_tiles else (weights, x, *rest)
+        views = (tuple(weights), tuple(x)) if statics.copy_whole_tiles else (weights, x)
+        scratch = MatmulScratch(*views, *rest)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 0)
@@ -123,6 +125,11 @@ def _body(statics: MatmulSizes, has_residual: bool, *refs: Ref) -> None:
 
             plgpu.warp_map(warp_body)
 
+    pl.run_scoped(scoped, *_scratch_types(statics), collective_axes="warpgroup")
+
+
+def _scratch_types(statics: MatmulSizes) -> tuple[Any, ...]:
+    """The fields of MatmulScratch."""
     num_slots, slot_atoms = statics.num_slots, statics.slot_atoms
     ways = max(stage.ways for stage in statics.stages)
     smem = functools.partial(swizzled_smem, dtype=statics.dtype)
@@ -134,16 +141,17 @@ def _body(statics: MatmulSizes, has_residual: bool, *refs: Ref) -> None:
         weights = plgpu.RefUnion(*wide, weights)
         x = plgpu.RefUnion(smem(FEW_ROWS, 64 * statics.max_atoms), x)
         copies_w = copies_x = 1
-    pl.run_scoped(
-        scoped,
+    has_norms = statics.num_norms > 0
+    return (
         weights,
         x,
-        plgpu.SMEM((ways * 64, MAX_UNIT), jnp.float32),  # a unit before the sum over segments
-        plgpu.SMEM((FEW_ROWS,), jnp.float32),  # sums of squares of the rows of x
-        plgpu.Barrier(num_arrivals=copies_w, num_barriers=num_slots),  # weights full
-        plgpu.Barrier(num_barriers=num_slots),  # weights free
-        plgpu.Barrier(num_arrivals=copies_x),  # x full
-        collective_axes="warpgroup",
+        plgpu.SMEM((statics.num_norms, statics.norm_atoms, 64), statics.dtype) if has_norms else None,
+        plgpu.SMEM((ways * 64, MAX_UNIT), jnp.float32),
+        plgpu.SMEM((FEW_ROWS,), jnp.float32),
+        plgpu.Barrier(num_arrivals=copies_w, num_barriers=num_slots),
+        plgpu.Barrier(num_barriers=num_slots),
+        plgpu.Barrier(num_arrivals=copies_x),
+        plgpu.Barrier(num_barriers=statics.num_norms) if has_norms else None,
     )
 
 
@@ -173,9 +181,9 @@ def _copy_atoms(
             plgpu.copy_gmem_to_smem(block, tall.at[pl.ds((i * stride + j) * FEW_ROWS, FEW_ROWS)], barrier)
 
 
-def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: tuple[Ref, ...]) -> None:
+def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: MatmulScratch) -> None:
     """One warp: the tiles of all units of all stages in order, as slots become free."""
-    w_smem, _, _, _, filled, free, _ = scratch
+    filled, free = scratch.filled, scratch.free
     num_slots = statics.num_slots
     copied = jnp.int32(0)
     for stage, refs in zip(statics.stages, stages, strict=True):
@@ -200,7 +208,7 @@ def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: tuple[
             way = unit_way - unit * stage.ways
             row = way * stage.num_outputs + (first_unit + unit * statics.num_ctas) * stage.unit
             where, atoms = (refs.of_layer(refs.weight), row), (tile * stage.tile, stage.tile)
-            _copy_atoms(refs.weight, w_smem, slot, filled.at[slot], where, stage.row_tiles, atoms)
+            _copy_atoms(refs.weight, scratch.weights, slot, filled.at[slot], where, stage.row_tiles, atoms)
             return copied + 1
 
         copied = lax.fori_loop(0, num_mine * (stage.ways * stage.tiles), copy_tile, copied)
@@ -212,12 +220,22 @@ def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: tuple[
     lax.fori_loop(jnp.maximum(copied - num_slots, 0), copied, drain, None)
 
 
-def _copy_inputs(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, scratch: tuple[Ref, ...]) -> None:
-    """One warp: the input of each stage in which this CTA has units, once all CTAs have stored it.
+def _copy_inputs(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, scratch: MatmulScratch) -> None:
+    """One warp: the weights of norms, and the input of each stage in which this CTA has units, once it is stored.
 
-    Then this CTA has also done all it had to with the input before, which lies in the same place: it has arrived itself,
-    or others could not have gone on to what they arrived with.
+    When all CTAs have stored it, this one has also done all it had to with the input before, which lies in the same
+    place: it has arrived itself, or others could not have gone on to what they arrived with.
     """
+    for stage, refs in zip(statics.stages, stages, strict=True):
+        if stage.has_norm:
+
+            @pl.when(statics.num_mine(stage)[1] > 0)
+            def _(stage=stage, refs=refs):
+                assert refs.norm_weight is not None
+                source = refs.norm_weight.at[refs.of_layer(refs.norm_weight)]
+                target = scratch.norms.at[stage.norm_index, pl.ds(0, stage.num_atoms)]
+                plgpu.copy_gmem_to_smem(source, target, scratch.norms_full.at[stage.norm_index])
+
     for index, (stage, refs) in enumerate(zip(statics.stages, stages, strict=True)):
         _, num_mine = statics.num_mine(stage)
 
@@ -225,13 +243,13 @@ def _copy_inputs(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Re
         def _(index=index, stage=stage, refs=refs):
             if index > 0:
                 wait_for_arrivals(arrivals_ref, index - 1, min(statics.stages[index - 1].num_units, statics.num_ctas))
-            _copy_atoms(refs.x, scratch[1], None, scratch[-1], (0,), 1, (0, stage.num_atoms))
+            _copy_atoms(refs.x, scratch.x, None, scratch.x_full, (0,), 1, (0, stage.num_atoms))
 
     if len(stages) > 1:
         reset_arrivals(arrivals_ref, len(stages) - 1, statics.num_ctas)
 
 
-def _compute(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, scratch: tuple[Ref, ...]) -> None:
+def _compute(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, scratch: MatmulScratch) -> None:
     """One warpgroup: for each stage take x, compute the units, tell the other CTAs."""
     used = jnp.int32(0)
     for index, (stage, refs) in enumerate(zip(statics.stages, stages, strict=True)):
@@ -239,10 +257,7 @@ def _compute(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, s
 
         @pl.when(num_mine > 0)
         def _(index=index, stage=stage, refs=refs, first_unit=first_unit, num_mine=num_mine, used=used):
-            # While x is on its way, as many as there are registers for: these loads wait for no other stage.
-            atoms = min(stage.num_atoms, 32) if stage.has_norm else 0
-            weights = [load_norm_weight(refs, atom) for atom in range(atoms)]
-            rstd = take_x(stage, refs, weights, scratch)
+            rstd = take_x(stage, scratch)
 
             def unit_body(i: jax.Array, used: jax.Array) -> jax.Array:
                 return compute_unit(statics, stage, refs, rstd, first_unit + i * statics.num_ctas, used, scratch)
