@@ -3,9 +3,9 @@
 With 8 rows a product takes as long as reading the weights, if nothing else takes time: so weights stream into shared
 memory ahead of the computation, across products, and norm, bias, activation and residual are part of the kernel.
 
-A unit is 16 output columns, or 8: so many rows of a weight [N, K]. One thread block (CTA) computes a unit over the whole of K, so
-that nothing is summed across CTAs and results have the same bits every time. Tensor cores take 64 rows at a time, and
-there are 8, so K is cut: each run of 8 atoms of 64 inputs counts as 8 segments, one below the other,
+A unit is 16 output columns, or 8: so many rows of a weight [N, K]. One thread block (CTA) computes a unit over the
+whole of K, so that nothing is summed across CTAs and results have the same bits every time. Tensor cores take 64 rows
+at a time, and there are 8, so K is cut: each run of 8 atoms of 64 inputs counts as 8 segments, one below the other,
 
     x [8, 512] -> X [8 segments * 8 rows, 64]      w [8, 512] -> W [8 segments * 8 columns, 64]
 

@@ -208,7 +208,7 @@ def _run_unrolled(
     kind_of_layer: tuple[int, ...],
     runs_ahead: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """See run_layers. `runs_ahead`: each layer knows the one behind it; otherwise the last is lowered with the others."""
+    """See run_layers. `runs_ahead`: each layer knows the one behind it, and the last is not lowered with the others."""
 
     def layer_of(weights: dict, number: jax.Array) -> Any:
         return nnx.merge(graphdef, jax.tree.map(lambda stack: LayerSlice(stack, number), weights))
