@@ -110,11 +110,12 @@ class MatmulSizes:
         room = _SMEM_BYTES - _OTHER_BYTES - 128 * (self.x_rows + self.num_norms * self.norm_atoms)
         return min(room // (_ATOM_BYTES * self.slot_atoms), self.max_slots)
 
-    def num_mine(self, stage: StageSizes) -> tuple[jax.Array, jax.Array]:
-        """The first unit of this CTA, and how many it has: every num_ctas-th."""
+    def num_mine(self, stage: StageSizes, refs: "StageRefs") -> tuple[jax.Array, jax.Array]:
+        """The first unit of this CTA, and how many it has: every num_ctas-th, or none of a stage that is left out."""
         first = lax.axis_index("cta") + (self.num_ctas - stage.first_cta)
         first = jnp.where(first >= self.num_ctas, first - self.num_ctas, first)
-        return first, div(jnp.maximum(stage.num_units - first + (self.num_ctas - 1), 0), self.num_ctas)
+        units = jnp.where(refs.is_there, stage.num_units, 0)
+        return first, div(jnp.maximum(units - first + (self.num_ctas - 1), 0), self.num_ctas)
 
 
 def _segments_of(num_inputs: int) -> int:
@@ -154,7 +155,7 @@ def stages_by_kernel(stages: tuple[MatmulStage, ...], config: MatmulConfig) -> l
     return [tuple(kernel) for kernel in kernels]
 
 
-def unsupported_reason(x: jax.Array, stages: tuple[MatmulStage, ...]) -> str | None:
+def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[MatmulStage, ...]) -> str | None:
     """Why there is no kernel for these arguments, in words, or None if there is one."""
     if x.shape[0] != FEW_ROWS:
         return f"{x.shape[0]} rows, only {FEW_ROWS} have a kernel"
@@ -235,6 +236,11 @@ class StageRefs:
     residual: Ref | None
     out: Ref
     layer: jax.Array
+
+    @property
+    def is_there(self) -> jax.Array:
+        """Whether the stage is computed: the last one is left out where its weights are of layer -1."""
+        return self.layer >= 0
 
     def of_layer(self, stack: Ref) -> jax.Array | int:
         """The first index into the weight, the norm's weight or the bias."""

@@ -245,7 +245,9 @@ def make_arrivals(backend: Backend) -> jax.Array | None:
     return None if backend == "reference" else jnp.zeros(matmul_sizes.MAX_STAGES, jnp.int32)
 
 
-def prefers_matmul_kernel(x: jax.Array, stages: tuple[MatmulStage, ...], backend: Backend) -> bool:
+def prefers_matmul_kernel(
+    x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[MatmulStage, ...], backend: Backend
+) -> bool:
     """Whether matmul_stages of a backend can run these and was measured to be faster than what XLA makes of them."""
     if backend == "reference" or matmul_sizes.unsupported_reason(x, stages) is not None:
         return False

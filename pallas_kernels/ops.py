@@ -130,7 +130,8 @@ def matmul_stages(
 
     Args:
       x: [T, K], of the weights' dtype; rows past the real token count are pads.
-      stages: the result of each is the input of the next. Their weights may be slices of different layers.
+      stages: the result of each is the input of the next. Their weights may be slices of different layers. Kernels
+        leave the last one out if its layer is -1; what it gives is not defined then.
       residual: [T, N], for the first stage that adds it; what that stage gives is the residual of later ones.
       arrivals: from make_arrivals, once a step; the kernels count in it. None, for the reference only.
       backend: static; chosen once by the runner. See prefers_matmul_kernel.

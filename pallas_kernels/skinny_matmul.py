@@ -187,7 +187,7 @@ def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: Matmul
     num_slots = statics.num_slots
     copied = jnp.int32(0)
     for stage, refs in zip(statics.stages, stages, strict=True):
-        first_unit, num_mine = statics.num_mine(stage)
+        first_unit, num_mine = statics.num_mine(stage, refs)
 
         def copy_tile(i: jax.Array, copied: jax.Array, stage=stage, refs=refs, first_unit=first_unit) -> jax.Array:
             slot = lax.rem(copied, jnp.int32(num_slots))
@@ -229,7 +229,7 @@ def _copy_inputs(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Re
     for stage, refs in zip(statics.stages, stages, strict=True):
         if stage.has_norm:
 
-            @pl.when(statics.num_mine(stage)[1] > 0)
+            @pl.when(statics.num_mine(stage, refs)[1] > 0)
             def _(stage=stage, refs=refs):
                 assert refs.norm_weight is not None
                 source = refs.norm_weight.at[refs.of_layer(refs.norm_weight)]
@@ -237,7 +237,7 @@ def _copy_inputs(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Re
                 plgpu.copy_gmem_to_smem(source, target, scratch.norms_full.at[stage.norm_index])
 
     for index, (stage, refs) in enumerate(zip(statics.stages, stages, strict=True)):
-        _, num_mine = statics.num_mine(stage)
+        _, num_mine = statics.num_mine(stage, refs)
 
         @pl.when(num_mine > 0)
         def _(index=index, stage=stage, refs=refs):
@@ -253,7 +253,7 @@ def _compute(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, s
     """One warpgroup: for each stage take x, compute the units, tell the other CTAs."""
     used = jnp.int32(0)
     for index, (stage, refs) in enumerate(zip(statics.stages, stages, strict=True)):
-        first_unit, num_mine = statics.num_mine(stage)
+        first_unit, num_mine = statics.num_mine(stage, refs)
 
         @pl.when(num_mine > 0)
         def _(index=index, stage=stage, refs=refs, first_unit=first_unit, num_mine=num_mine, used=used):
@@ -264,6 +264,6 @@ def _compute(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, s
 
             lax.fori_loop(0, num_mine, unit_body, used)
             if index + 1 < len(stages):
-                arrive(arrivals_ref, index)
+                pl.when(stages[index + 1].is_there)(lambda: arrive(arrivals_ref, index))
 
         used = used + num_mine * (stage.ways * stage.tiles)

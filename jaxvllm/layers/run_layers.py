@@ -1,6 +1,5 @@
 """One loop over the decoder layers, unrolled or scanned, and what each layer gets to know."""
 
-import itertools
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,15 @@ from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.layers.rope import rope_tables
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.rope_config import RopeConfig
-from pallas_kernels import FEW_ROWS, LayerSlice, MatmulStage, make_arrivals, matmul_stages, prefers_matmul_kernel
+from pallas_kernels import (
+    FEW_ROWS,
+    Backend,
+    LayerSlice,
+    MatmulStage,
+    make_arrivals,
+    matmul_stages,
+    prefers_matmul_kernel,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +118,7 @@ class LayerContext:
     rope: tuple[jax.Array, jax.Array] | None  # cos, sin f32[T, rotated / 2]
     sliding_window: int | jax.Array | None
     arrivals: jax.Array | None
-    next_layer: Any  # the layer behind this one, with its weights, where `end` may run ahead into it
+    next_layer: Any  # the layer behind this one, with its weights, where `end` runs ahead into it
 
     def project(self, x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array | None = None) -> jax.Array:
         """pallas_kernels.matmul_stages: kernels where they were measured to be faster, XLA elsewhere.
@@ -119,7 +126,7 @@ class LayerContext:
         Returns: the result of the last stage.
         """
         is_kernel = prefers_matmul_kernel(x, stages, self.metadata.backend)
-        if has_few_rows(x, self.metadata):
+        if len(x) == FEW_ROWS and self.metadata.backend != "reference":
             sizes = ", ".join("x".join(map(str, stage.weight.shape)) for stage in stages)
             logger.info("%d rows times %s: %s", len(x), sizes, "Pallas kernel" if is_kernel else "XLA")
         backend = self.metadata.backend if is_kernel else "reference"
@@ -136,17 +143,9 @@ class LayerContext:
         """
         if self.next_layer is None:
             return Hidden(self.project(x, stages, residual))
-        first = self.next_layer.first_stages()
-        if not prefers_matmul_kernel(x, (*stages, *first), self.metadata.backend):
-            x = self.project(x, stages, residual)
-            return Hidden(x, self.project(x, first))
-        results = matmul_stages(x, (*stages, *first), residual, self.arrivals, backend=self.metadata.backend)
-        return Hidden(results[len(stages) - 1], begun=results[-1])
-
-
-def has_few_rows(x: jax.Array, metadata: AttentionMetadata) -> bool:
-    """Whether the kernels of few rows may serve the products of x, [T, K]."""
-    return len(x) == FEW_ROWS and metadata.backend != "reference"
+        stages = (*stages, *self.next_layer.first_stages())
+        *_, x, begun = matmul_stages(x, stages, residual, self.arrivals, backend=self.metadata.backend)
+        return Hidden(x, begun)
 
 
 def default_unroll() -> bool:
@@ -172,8 +171,8 @@ def run_layers(
 
     Args:
       layers: one module whose weights are stacked by layer; called as layer(Hidden, kv_cache, LayerContext), which
-        returns Hidden and the cache. It may have `first_stages()`: the products that it begins with and that the
-        layer before may end with.
+        returns Hidden and the cache. It may have `first_stages()`, a product that it begins with and that the layer
+        before may end with, and `last_stages()`, those that are computed together with it then.
       x: [T, D].
       kv_cache: see pallas_kernels.rope_and_write_kv; consumed.
       kind_of_layer: index into the kinds of `inputs`, one a layer.
@@ -184,8 +183,7 @@ def run_layers(
     weights = nnx.to_pure_dict(state)
 
     if unroll:
-        runs_ahead = has_few_rows(x, inputs.metadata) and hasattr(layers, "first_stages")
-        return _run_unrolled(graphdef, weights, Hidden(x), kv_cache, inputs, kind_of_layer, runs_ahead)
+        return _run_unrolled(graphdef, weights, Hidden(x), kv_cache, inputs, kind_of_layer)
     is_uniform = len(set(kind_of_layer)) == 1
     kinds = jnp.array(kind_of_layer, jnp.int32)
 
@@ -206,9 +204,8 @@ def _run_unrolled(
     kv_cache: jax.Array,
     inputs: LayerInputs,
     kind_of_layer: tuple[int, ...],
-    runs_ahead: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """See run_layers. `runs_ahead`: each layer knows the one behind it, and the last is not lowered with the others."""
+    """See run_layers."""
 
     def layer_of(weights: dict, number: jax.Array) -> Any:
         return nnx.merge(graphdef, jax.tree.map(lambda stack: LayerSlice(stack, number), weights))
@@ -228,12 +225,20 @@ def _run_unrolled(
 
     # Constants: an element of an array would be one more kernel a layer.
     numbers = [jnp.array(i, jnp.int32) for i in range(len(kind_of_layer))]
-    following: list[jax.Array] = []
-    if runs_ahead:
-        # Begun here, so that the first layer is lowered with the others.
-        first = inputs.at(numbers[0], kind_of_layer[0])
-        begun = first.project(hidden.x, layer_of(weights, numbers[0]).first_stages())
-        hidden, following = replace(hidden, begun=begun), numbers[1:]
-    for number, after, kind in itertools.zip_longest(numbers, following, kind_of_layer):
+    following: list[jax.Array] | list[None] = [None] * len(numbers)
+    first = layer_of(weights, numbers[0])
+    if hasattr(first, "first_stages") and _runs_ahead(first, hidden.x, inputs.metadata.backend):
+        # The first layer finds its product done, and the last is told of a layer -1: each is lowered with the others.
+        begun = inputs.at(numbers[0], kind_of_layer[0]).project(hidden.x, first.first_stages())
+        hidden, following = Hidden(hidden.x, begun), [*numbers[1:], jnp.array(-1, jnp.int32)]
+    for number, after, kind in zip(numbers, following, kind_of_layer, strict=True):
         hidden, kv_cache = run_one(weights, hidden, kv_cache, inputs, number, after, kind=kind)
-    return hidden.x, kv_cache
+    # A last layer whose second result is unused would be lowered apart too: that takes seconds.
+    return jax.lax.optimization_barrier(hidden).x, kv_cache
+
+
+def _runs_ahead(layer: Any, x: jax.Array, backend: Backend) -> bool:
+    """Whether kernels of few rows take a layer's last products and the next one's first in one go."""
+    stages = (*layer.last_stages(), *layer.first_stages())
+    attended = jax.ShapeDtypeStruct((len(x), stages[0].weight.shape[-1]), x.dtype)
+    return prefers_matmul_kernel(attended, stages, backend)

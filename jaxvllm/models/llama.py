@@ -34,13 +34,16 @@ class LlamaDecoderLayer(nnx.Module):
         """The products that the layer begins with."""
         return (self.self_attn.qkv_proj.stage(norm=self.input_layernorm),)
 
+    def last_stages(self) -> tuple[MatmulStage, ...]:
+        """The products behind attention, which add the residual."""
+        feed_forward = self.mlp.stages(norm=self.post_attention_layernorm, adds_residual=True)
+        return (self.self_attn.o_proj.stage(adds_residual=True), *feed_forward)
+
     def __call__(self, hidden: Hidden, kv_cache: jax.Array, context: LayerContext) -> tuple[Hidden, jax.Array]:
         """The layer, and the cache; the cache given is consumed."""
         qkv = context.begin(hidden, self.first_stages())
         attended, kv_cache = self.self_attn(qkv, kv_cache, context)
-        feed_forward = self.mlp.stages(norm=self.post_attention_layernorm, adds_residual=True)
-        stages = (self.self_attn.o_proj.stage(adds_residual=True), *feed_forward)
-        return context.end(attended, stages, hidden.x), kv_cache
+        return context.end(attended, self.last_stages(), hidden.x), kv_cache
 
 
 def llama_layer(config: ModelConfig, *, qk_norm: bool = False) -> LlamaDecoderLayer:
