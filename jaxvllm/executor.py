@@ -150,6 +150,8 @@ class DeviceExecutor:
         """Let go of weights, pool and programs. Steps submitted before are dispatched first."""
         if self._dispatcher is not None:
             self._dispatcher.shutdown()
+        if self._runner is not None:
+            self._runner.release()
         self._runner = self._planner = self._dispatcher = None
 
 

@@ -166,6 +166,10 @@ class ModelRunner:
         self.kv_cache = self.config.kv_cache.allocate(num_blocks, self._pool_sharding)
         self.device_state = DeviceState.zeros(self.config.limits, self._replicated, self._hidden)
 
+    def release(self) -> None:
+        """Free weights, pool and rows now: the runner and its programs hold each other, which Python finds late."""
+        self._params, self.kv_cache, self.device_state = self._param_shapes, None, None
+
     def program_keys(self) -> list[ProgramKey]:
         """All programs that serving can need, in the fixed order of lowering."""
         buckets = self.config.policy.keys()

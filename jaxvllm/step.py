@@ -97,6 +97,8 @@ def make_step(
         hidden, kv_cache = run_model(model, plan, device_state, kv_cache, key, backend, num_heads)
         if key.kind == "mixed":
             device_state = device_state.store_hidden(hidden)
+            # XLA has the last product write there, and with another reader of it would run it twice.
+            hidden = device_state.hidden if device_state.hidden.size else hidden
         logits = model.compute_logits(hidden[plan["logits_indices"]])
         token_ids = greedy(logits)
         rows = jnp.stack([plan["rows"], plan["seq_lens"], plan["needs_sample"]])

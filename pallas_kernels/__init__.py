@@ -1,4 +1,4 @@
-"""Kernels of attention, KV cache and few-row products: arrays in, arrays out."""
+"""Kernels of attention, KV cache, few-row products, norms and gates: arrays in, arrays out."""
 
 from pallas_kernels.layer_slice import LayerArray, LayerSlice, as_array
 from pallas_kernels.matmul_sizes import FEW_ROWS
@@ -9,9 +9,9 @@ from pallas_kernels.mosaic import (
     prefers_matmul_kernel,
     unsupported_reason,
 )
-from pallas_kernels.ops import matmul_stages, paged_attention, rope_and_write_kv
+from pallas_kernels.ops import act_and_mul, matmul_stages, paged_attention, rms_norm, rope_and_write_kv
 from pallas_kernels.reference_matmul import Activation, MatmulStage
-from pallas_kernels.reference_rope_write import HeadNorm, rms_norm
+from pallas_kernels.reference_rope_write import HeadNorm
 from pallas_kernels.validation import Backend, Kind
 from pallas_kernels.work_lists import AttentionWork
 
@@ -25,6 +25,7 @@ __all__ = [
     "LayerArray",
     "LayerSlice",
     "MatmulStage",
+    "act_and_mul",
     "as_array",
     "cache_head_dim",
     "make_arrivals",

@@ -1,5 +1,6 @@
 """What the Mosaic GPU kernels share."""
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -73,11 +74,15 @@ def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def widened(narrow: Ref, dtype: Any) -> jax.Array:
-    """[tile, H] of 8-bit numbers in shared memory, in registers as `dtype`."""
+def widened(narrow: Ref, dtype: Any, *, is_operand: bool = False) -> jax.Array:
+    """[tile, H] of 8-bit numbers in shared memory, in registers as `dtype`.
+
+    For products that read registers (`is_operand`) they are brought to the WGMMA layout, for which threads exchange
+    what they have. What goes back to shared memory stays as it came.
+    """
     values = plgpu.load(narrow, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
-    # While they are narrow: neighbouring threads exchange half as many registers.
-    values = plgpu.layout_cast(values, plgpu.Layout.WGMMA)
+    if is_operand:  # while they are narrow: half as many registers
+        values = plgpu.layout_cast(values, plgpu.Layout.WGMMA)
     values = values.astype(jnp.float16)  # the conversion that the hardware has, and exact
     return values if dtype == jnp.float16 else values.astype(jnp.float32).astype(dtype)
 
@@ -135,7 +140,7 @@ def _hide(scores: jax.Array, bound: jax.Array, which: Literal["from", "before"])
 
 
 def finish_before_what_follows(x: jax.Array) -> None:
-    """Keep ptxas from moving the computation of x, f32[rows] of numbers >= 0, behind the next wait for products.
+    """Keep ptxas from moving the computation of x, f32[64, N] of numbers >= 0, behind the next wait for products.
 
     It may move arithmetic past a wait, and does, so that none would be left to overlap with the products. A store that
     depends on x and never happens holds it. Not for the interpreter.
@@ -143,11 +148,11 @@ def finish_before_what_follows(x: jax.Array) -> None:
     from jax._src.lib.mlir.dialects import arith, vector
     from jax.experimental.mosaic import gpu as mgpu
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1),))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
     def finish(ctx: Any, x: Any) -> None:
-        rows = [vector.extract(row, [], [0]) for row in x.registers.flat]
+        values = [vector.extract(pair, [], [i]) for pair in x.registers.flat for i in range(2)]
         store = "mov.u32 a, 0; setp.lt.f32 p, $0, 0f00000000; @p st.volatile.shared.f32 [a], $0;"
         ptx = f"{{ .reg .pred p; .reg .b32 a; {store} }}"
-        mgpu.utils.inline_ptx(ptx, arith.addf(*rows), has_side_effects=True)
+        mgpu.utils.inline_ptx(ptx, functools.reduce(arith.addf, values), has_side_effects=True)
 
     finish(x)

@@ -123,7 +123,7 @@ def _scores(sizes: DecodeSizes, scratch: DecodeScratch, slot: jax.Array, q: Ref)
     for part in range(0, sizes.config.tile, _ROWS):
         k = keys.at[pl.ds(part, _ROWS)] if sizes.config.tile > _ROWS else keys
         if sizes.is_narrow:
-            k = widened(k, sizes.product_dtype)
+            k = widened(k, sizes.product_dtype, is_operand=True)
             if not sizes.on_card:  # the interpreter takes operands from shared memory
                 scratch.k_wide[...] = k
                 plgpu.commit_smem()

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 _SMALL_BYTES = 64 * 1024
@@ -68,6 +69,11 @@ def as_array(x: LayerArray) -> jax.Array:
 def as_stack(x: LayerArray, layer: jax.Array) -> jax.Array:
     """[L, ...] for a kernel that looks at `layer`; a stack of one if x is an array, or the slice of another number."""
     return x.stack if isinstance(x, LayerSlice) and x.layer is layer else as_array(x)[None]
+
+
+def layer_of(x: LayerArray) -> jax.Array:
+    """i32[] of a slice; 0 for an array."""
+    return x.layer if isinstance(x, LayerSlice) else jnp.int32(0)
 
 
 def place_in(stack: Any, layer: jax.Array) -> jax.Array | int:

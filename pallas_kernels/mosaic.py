@@ -5,16 +5,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import matmul_sizes, rope_write, skinny_matmul
+from pallas_kernels import matmul_sizes, reference_matmul, rope_write, row_kernels, skinny_matmul
 from pallas_kernels.common import plgpu
 from pallas_kernels.decode import paged_decode
 from pallas_kernels.layer_slice import LayerArray
 from pallas_kernels.prefill import paged_prefill
-from pallas_kernels.reference_matmul import MatmulStage
+from pallas_kernels.reference_matmul import Activation, MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm, norm_and_rotate
 from pallas_kernels.tuning import (
     MAX_PREFERRED_INPUT,
     MAX_PREFERRED_WEIGHTS,
+    MIN_PREFERRED_ROWS,
     AttentionConfig,
     attention_config,
     matmul_config,
@@ -235,9 +236,25 @@ def rope_and_write_kv(
         rope=rope,
         norm=norm,
         kv_scale=kv_scale if kv_cache.dtype.itemsize == 1 else None,
-        interpret=plgpu.InterpretGPUParams() if backend == "mosaic_gpu_interpret" else False,
+        interpret=_interpret_params(backend),
     )
     return q[..., :head_dim], kv_cache
+
+
+def rms_norm(x: jax.Array, weight: LayerArray, *, eps: float, unit_offset: bool, backend: Backend) -> jax.Array:
+    """See ops.rms_norm."""
+    reason = row_kernels.unsupported_norm(x.shape, x.dtype, unit_offset=unit_offset)
+    if reason is not None:
+        raise NotImplementedError(f"{backend} norm: no kernel for {reason}; use backend 'reference'")
+    return row_kernels.rms_norm(x, weight, eps=eps, interpret=_interpret_params(backend))
+
+
+def act_and_mul(gate_up: jax.Array, activation: Activation | None, *, backend: Backend) -> jax.Array:
+    """See ops.act_and_mul."""
+    reason = row_kernels.unsupported_activation(gate_up.shape, gate_up.dtype, activation)
+    if reason is not None:
+        raise NotImplementedError(f"{backend} activation: no kernel for {reason}; use backend 'reference'")
+    return row_kernels.act_and_mul(gate_up, activation, interpret=_interpret_params(backend))
 
 
 def make_arrivals(backend: Backend) -> jax.Array | None:
@@ -245,11 +262,34 @@ def make_arrivals(backend: Backend) -> jax.Array | None:
     return None if backend == "reference" else jnp.zeros(matmul_sizes.MAX_STAGES, jnp.int32)
 
 
+def _interpret_params(backend: Backend) -> Any:
+    return plgpu.InterpretGPUParams() if backend == "mosaic_gpu_interpret" else False
+
+
+def _has_norm_kernel(stage: MatmulStage, num_rows: int) -> bool:
+    shape = (num_rows, stage.weight.shape[-1])
+    is_served = row_kernels.unsupported_norm(shape, stage.weight.dtype, unit_offset=stage.unit_offset) is None
+    return stage.norm_weight is not None and is_served
+
+
+def _has_gate_kernel(stage: MatmulStage, num_rows: int) -> bool:
+    shape = (num_rows, *stage.weight.shape[:-1])
+    return stage.is_gated and row_kernels.unsupported_activation(shape, stage.weight.dtype, stage.activation) is None
+
+
+def _have_row_kernels(stages: tuple[MatmulStage, ...], num_rows: int) -> bool:
+    return any(_has_norm_kernel(stage, num_rows) or _has_gate_kernel(stage, num_rows) for stage in stages)
+
+
 def prefers_matmul_kernel(
     x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[MatmulStage, ...], backend: Backend
 ) -> bool:
     """Whether matmul_stages of a backend can run these and was measured to be faster than what XLA makes of them."""
-    if backend == "reference" or matmul_sizes.unsupported_reason(x, stages) is not None:
+    if backend == "reference":
+        return False
+    if x.shape[0] > matmul_sizes.FEW_ROWS:
+        return x.shape[0] >= MIN_PREFERRED_ROWS and _have_row_kernels(stages, x.shape[0])
+    if matmul_sizes.unsupported_reason(x, stages) is not None:
         return False
     return x.shape[-1] <= MAX_PREFERRED_INPUT and sum(stage.weight.size for stage in stages) <= MAX_PREFERRED_WEIGHTS
 
@@ -262,14 +302,39 @@ def matmul_stages(
     *,
     backend: Backend,
 ) -> tuple[jax.Array, ...]:
-    """See ops.matmul_stages. One kernel for stages that are cut alike."""
+    """See ops.matmul_stages. One kernel, or one a stage where thread blocks cannot wait for each other.
+
+    The products of more than FEW_ROWS rows are XLA's, with kernels for the norms and gates around them where they have
+    one.
+    """
+    if len(x) > matmul_sizes.FEW_ROWS and _have_row_kernels(stages, len(x)):
+        return _products_of_many_rows(x, stages, residual, backend)
     reason = matmul_sizes.unsupported_reason(x, stages)
     if reason is not None:
         raise NotImplementedError(f"{backend} matmul: {reason}; use backend 'reference'")
-    interpret = backend == "mosaic_gpu_interpret"
     device = jax.devices()[0]
     # Where there is no GPU this compiles for one elsewhere.
     num_sms = getattr(device, "core_count", None) if device.platform == "gpu" else None
-    params = plgpu.InterpretGPUParams() if interpret else False
-    config = matmul_config(interpret=interpret, num_sms=num_sms)
-    return skinny_matmul.matmul_stages(x, stages, residual, arrivals, config=config, interpret=params)
+    config = matmul_config(interpret=backend == "mosaic_gpu_interpret", num_sms=num_sms)
+    return skinny_matmul.matmul_stages(
+        x, stages, residual, arrivals, config=config, interpret=_interpret_params(backend)
+    )
+
+
+def _products_of_many_rows(
+    x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array | None, backend: Backend
+) -> tuple[jax.Array, ...]:
+    interpret = _interpret_params(backend)
+
+    def norm(x: jax.Array, stage: MatmulStage) -> jax.Array:
+        if not _has_norm_kernel(stage, len(x)):
+            return reference_matmul.norm(x, stage)
+        assert stage.norm_weight is not None
+        return row_kernels.rms_norm(x, stage.norm_weight, eps=stage.eps, interpret=interpret)
+
+    def gate(gate_up: jax.Array, stage: MatmulStage) -> jax.Array:
+        if not _has_gate_kernel(stage, len(gate_up)):
+            return reference_matmul.gate(gate_up, stage)
+        return row_kernels.act_and_mul(gate_up, stage.activation, interpret=interpret)
+
+    return reference_matmul.matmul_stages(x, stages, residual, norm=norm, gate=gate)

@@ -4,9 +4,18 @@ import jax
 
 from pallas_kernels import mosaic, reference, reference_matmul, reference_rope_write
 from pallas_kernels.layer_slice import LayerArray
-from pallas_kernels.reference_matmul import MatmulStage
+from pallas_kernels.reference_matmul import Activation, MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm
-from pallas_kernels.validation import Backend, Kind, check_attention, check_backend, check_matmul_stages, check_write
+from pallas_kernels.validation import (
+    Backend,
+    Kind,
+    check_attention,
+    check_backend,
+    check_gate_up,
+    check_matmul_stages,
+    check_norm,
+    check_write,
+)
 from pallas_kernels.work_lists import AttentionWork
 
 
@@ -141,6 +150,9 @@ def matmul_stages(
       round a normed input once, after the product with the norm's weight, and a stage's result once; XLA, which the
       reference leaves this to, may round in between.
 
+    Kernels take FEW_ROWS rows. The products of more rows are XLA's with every backend, with the kernels of rms_norm and
+    act_and_mul around them where these have one.
+
     Raises:
       ValueError: shapes or dtypes disagree, or the backend is unknown.
       NotImplementedError: the backend has no kernel for these arguments.
@@ -152,3 +164,52 @@ def matmul_stages(
     if arrivals is None:
         raise ValueError(f"arrivals=None, expected what make_arrivals returns for {backend=}")
     return mosaic.matmul_stages(x, stages, residual, arrivals, backend=backend)
+
+
+def rms_norm(
+    x: jax.Array,
+    weight: LayerArray,
+    *,
+    eps: float,
+    unit_offset: bool = False,
+    backend: Backend = "reference",
+) -> jax.Array:
+    """x / rms(x) * weight over the last axis, with float32 statistics.
+
+    Args:
+      x: [..., D].
+      weight: [D].
+      eps: added to the mean square.
+      unit_offset: the factor is 1 + weight.
+      backend: static; chosen once by the runner.
+
+    Returns:
+      x's shape and dtype. As in transformers, x / rms(x) is rounded to that dtype before the product with the weight,
+      except with `unit_offset`, where the product is float32. Rows do not mix.
+
+    Raises:
+      ValueError: shapes disagree, or the backend is unknown.
+      NotImplementedError: the backend has no kernel for these arguments.
+    """
+    check_backend(backend)
+    check_norm(x, weight)
+    if backend == "reference":
+        return reference_rope_write.rms_norm(x, weight, eps=eps, unit_offset=unit_offset)
+    return mosaic.rms_norm(x, weight, eps=eps, unit_offset=unit_offset, backend=backend)
+
+
+def act_and_mul(gate_up: jax.Array, activation: Activation, *, backend: Backend = "reference") -> jax.Array:
+    """activation(gate) * up of gate_up [T, 2, F], gate first: [T, F].
+
+    Args:
+      backend: static; chosen once by the runner. Its kernels compute in float32 and round once.
+
+    Raises:
+      ValueError: the shape is another one, or the backend is unknown.
+      NotImplementedError: the backend has no kernel for these arguments.
+    """
+    check_backend(backend)
+    check_gate_up(gate_up)
+    if backend == "reference":
+        return reference_matmul.act_and_mul(gate_up, activation)
+    return mosaic.act_and_mul(gate_up, activation, backend=backend)

@@ -1,122 +1,12 @@
-"""The copying side of the prefill kernel: which query tiles a CTA has, and who brings their data to shared memory.
-
-Letters: T tokens  N query heads  K kv heads  H head_dim  G = N / K
-"""
-
-from dataclasses import dataclass
+"""The copying side of the prefill kernel: who brings queries, keys and values to shared memory."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import AttentionSizes, Ref, div, pl, plgpu, widened
-from pallas_kernels.tuning import PrefillConfig
-from pallas_kernels.work_lists import tokens_per_warpgroup
-
-
-@dataclass(frozen=True)
-class PrefillSizes(AttentionSizes):
-    """What a prefill kernel is compiled for. With an 8-bit cache a warpgroup of its own widens the tiles."""
-
-    config: PrefillConfig
-
-    @property
-    def tokens(self) -> int:
-        """Query tokens of a warpgroup."""
-        return tokens_per_warpgroup(self.group)
-
-    @property
-    def blocks_per_tile(self) -> int:
-        """KV cache blocks of a key tile."""
-        return self.config.tile // self.block_size
-
-    def first_step(self, query: "QueryTile") -> jax.Array | int:
-        """The first key tile that a token of the query tile sees."""
-        if self.sliding_window is None:
-            return 0
-        return div(jnp.maximum(query.position + 1 - self.sliding_window, 0), self.config.tile)
-
-    def end_step(self, query: "QueryTile") -> jax.Array:
-        """One past the last key tile that a token of the query tile sees."""
-        return div(query.num_keys + (self.config.tile - 1), self.config.tile)
-
-    def num_steps(self, query: "QueryTile") -> jax.Array:
-        """Key tiles of a query tile."""
-        return self.end_step(query) - self.first_step(query)
-
-
-@dataclass(frozen=True)
-class PrefillInputs:
-    """The kernel's operands in global memory."""
-
-    q: Ref  # [T, N, H]
-    kv_cache: Ref
-    block_tables: Ref
-    layer: Ref
-    tiles: Ref
-    num_tiles: Ref
-    out: Ref
-    sinks: Ref = None
-    kv_scale: Ref = None
-
-
-@dataclass(frozen=True)
-class PrefillScratch:
-    """Shared memory and barriers of one CTA."""
-
-    q_in: Ref  # q as it arrives: any token offset works unswizzled
-    q: Ref  # q as the products read it
-    o: Ref
-    k: Ref  # the rings that the products read
-    v: Ref
-    k_narrow: Ref  # what arrives, where the cache has 8 bits
-    v_narrow: Ref
-    p: Ref
-    q_full: Ref
-    q_free: Ref
-    k_full: Ref
-    v_full: Ref
-    k_free: Ref
-    v_free: Ref
-    k_narrow_full: Ref
-    v_narrow_full: Ref
-    k_narrow_free: Ref
-    v_narrow_free: Ref
-    v_zeroed: Ref  # values that nobody sees are zeroed
-
-
-@dataclass(frozen=True)
-class QueryTile:
-    """A few tokens of one request, for one kv head."""
-
-    head: jax.Array
-    row: jax.Array
-    token: jax.Array  # first one, in the step
-    position: jax.Array  # of the first one, in its request
-    num_tokens: jax.Array
-    num_keys: jax.Array  # that its last token sees
-
-
-def num_rounds(sizes: PrefillSizes, num_tiles_ref: Ref) -> jax.Array:
-    """Query tiles of this CTA. They are dealt to and fro, since the longest come first: 0 1 2, 2 1 0, 0 1 2, ..."""
-    num_items = num_tiles_ref[0] * sizes.num_kv_heads
-    num_ctas = sizes.config.num_ctas
-    rounds = div(num_items + (num_ctas - 1), num_ctas)
-    return jnp.where(_item_of(sizes, rounds - 1) < num_items, rounds, jnp.maximum(rounds - 1, 0))
-
-
-def _item_of(sizes: PrefillSizes, r: jax.Array) -> jax.Array:
-    cta, num_ctas = lax.axis_index("cta"), sizes.config.num_ctas
-    is_back = lax.rem(r, jnp.int32(2)) == 1
-    return r * num_ctas + jnp.where(is_back, num_ctas - 1 - cta, cta)
-
-
-def query_tile(sizes: PrefillSizes, tiles_ref: Ref, r: jax.Array) -> QueryTile:
-    """The CTA's r-th query tile, read from the work list."""
-    item = _item_of(sizes, r)
-    tile = div(item, sizes.num_kv_heads)
-    row, token, position, num_tokens = (tiles_ref[field, tile] for field in range(4))
-    return QueryTile(item - tile * sizes.num_kv_heads, row, token, position, num_tokens, num_keys=position + num_tokens)
+from pallas_kernels.common import Ref, div, pl, plgpu, widened
+from pallas_kernels.prefill_rows import copy_rows_in
+from pallas_kernels.prefill_sizes import PrefillInputs, PrefillScratch, PrefillSizes, QueryTile, num_rounds, query_tile
 
 
 def copy_tiles(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch) -> None:
@@ -143,7 +33,7 @@ def copy_tiles(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScrat
             def _(warpgroup: int = warpgroup):
                 plgpu.barrier_wait(scratch.q_free.at[warpgroup])
 
-            _load_tokens(sizes, query, warpgroup, inputs.q, scratch.q_in.at[warpgroup], scratch.q_full.at[warpgroup])
+            copy_rows_in(sizes, query, warpgroup, inputs.q, scratch.q_in.at[warpgroup], scratch.q_full.at[warpgroup])
 
     def query_body(r: jax.Array, copied: jax.Array) -> jax.Array:
         query = query_tile(sizes, inputs.tiles, r)
@@ -182,27 +72,6 @@ def copy_tiles(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScrat
     def _():
         for warpgroup in range(config.warpgroups):
             plgpu.barrier_wait(scratch.q_free.at[warpgroup])
-
-
-def by_token(sizes: PrefillSizes, rows: Ref) -> Ref:
-    """[64, H] -> [tokens, G, H]. With 3 or 7 heads a group the last of the 64 rows is left over."""
-    used = sizes.tokens * sizes.group
-    return rows.at[pl.ds(0, used)].reshape(sizes.tokens, sizes.group, sizes.head_dim)
-
-
-def _load_tokens(sizes: PrefillSizes, query: QueryTile, warpgroup: int, q_ref: Ref, q_in: Ref, q_full: Ref) -> None:
-    """Read the warpgroup's tokens. Those past the query tile are other requests', or padding, and come to nothing."""
-    token = query.token + warpgroup * sizes.tokens
-    heads = pl.ds(query.head * sizes.group, sizes.group)
-    if sizes.config.copy_whole_tiles:
-        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(token, sizes.tokens), heads], by_token(sizes, q_in), q_full)
-        return
-
-    def load(t: jax.Array, _: None) -> None:
-        source = q_ref.at[jnp.minimum(token + t, sizes.num_tokens - 1), heads]
-        plgpu.copy_gmem_to_smem(source, q_in.at[pl.ds(t * sizes.group, sizes.group)], q_full)
-
-    lax.fori_loop(0, sizes.tokens, load, None)
 
 
 def widen_tiles(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch) -> None:

@@ -1,8 +1,9 @@
-"""What matmul_stages means, in plain XLA.
+"""What matmul_stages and act_and_mul mean, in plain XLA.
 
 Letters: T tokens  K inputs  N outputs
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -50,15 +51,38 @@ def activate(name: Activation | None, x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=name != "gelu")
 
 
-def matmul_stages(x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array | None) -> tuple[jax.Array, ...]:
-    """See ops.matmul_stages."""
+def act_and_mul(gate_up: jax.Array, activation: Activation | None) -> jax.Array:
+    """See ops.act_and_mul."""
+    return activate(activation, gate_up[:, 0]) * gate_up[:, 1]
+
+
+def norm(x: jax.Array, stage: MatmulStage) -> jax.Array:
+    """The norm of a stage's input, [T, K]."""
+    if stage.norm_weight is None:
+        return x
+    return rms_norm(x, stage.norm_weight, eps=stage.eps, unit_offset=stage.unit_offset)
+
+
+def gate(gate_up: jax.Array, stage: MatmulStage) -> jax.Array:
+    """The activation of a stage and its gate, [T, 2, N] -> [T, N]."""
+    return act_and_mul(gate_up, stage.activation)
+
+
+def matmul_stages(
+    x: jax.Array,
+    stages: tuple[MatmulStage, ...],
+    residual: jax.Array | None,
+    *,
+    norm: Callable[[jax.Array, MatmulStage], jax.Array] = norm,
+    gate: Callable[[jax.Array, MatmulStage], jax.Array] = gate,
+) -> tuple[jax.Array, ...]:
+    """See ops.matmul_stages. With other functions for the norm and the gate of a stage these are no XLA."""
     results = []
     for stage in stages:
-        if stage.norm_weight is not None:
-            x = rms_norm(x, as_array(stage.norm_weight), eps=stage.eps, unit_offset=stage.unit_offset)
+        x = norm(x, stage)
         y = jnp.einsum("tk,...nk->t...n", x, as_array(stage.weight))
         y = y if stage.bias is None else y + as_array(stage.bias)
-        x = activate(stage.activation, y[:, 0]) * y[:, 1] if stage.is_gated else activate(stage.activation, y)
+        x = gate(y, stage) if stage.is_gated else activate(stage.activation, y)
         if stage.adds_residual:
             assert residual is not None
             x = residual = residual + x

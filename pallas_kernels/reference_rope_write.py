@@ -23,12 +23,9 @@ class HeadNorm:
     unit_offset: bool = field(default=False, metadata={"static": True})  # the factor is 1 + weight
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, unit_offset: bool = False) -> jax.Array:
-    """x / rms(x) * weight over the last axis, with float32 statistics; the result has x's dtype.
-
-    As in transformers, x / rms(x) is rounded to x's dtype before the product with the weight, except with
-    `unit_offset`, where the factor is 1 + weight and the product is float32.
-    """
+def rms_norm(x: jax.Array, weight: LayerArray, *, eps: float, unit_offset: bool = False) -> jax.Array:
+    """See ops.rms_norm."""
+    weight = as_array(weight)
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     if unit_offset:
@@ -57,8 +54,8 @@ def norm_and_rotate(
     """Split [T, K, G + 2, H]: q [T, K, G, H] and k [T, K, H], both normed and rotated, and v [T, K, H]."""
     q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
     if norm is not None:
-        q = rms_norm(q, as_array(norm.q_weight), eps=norm.eps, unit_offset=norm.unit_offset)
-        k = rms_norm(k, as_array(norm.k_weight), eps=norm.eps, unit_offset=norm.unit_offset)
+        q = rms_norm(q, norm.q_weight, eps=norm.eps, unit_offset=norm.unit_offset)
+        k = rms_norm(k, norm.k_weight, eps=norm.eps, unit_offset=norm.unit_offset)
     if rope is not None:
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
     return q, k, v

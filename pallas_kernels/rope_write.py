@@ -125,7 +125,8 @@ def _write_token(statics: _Statics, *refs: Ref) -> None:
     inverse_scale_ref = optional.pop() if jnp.dtype(statics.cache_dtype).itemsize == 1 else None
     norms = optional[-2:] if statics.has_norm else (None, None)
     group, block_size = statics.group, statics.block_size
-    token = lax.axis_index("token")
+    # The last first: what the product before wrote last may still lie in the L2 cache.
+    token = slots_ref.shape[0] - 1 - lax.axis_index("token")
     # All loads before the first store: the compiler cannot know that they do not overlap.
     slot, layer = slots_ref[token], layer_ref[0]
     q, k, v = (

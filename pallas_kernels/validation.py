@@ -105,6 +105,16 @@ def check_matmul_stages(x: jax.Array, stages: tuple[MatmulStage, ...], residual:
             )
 
 
+def check_norm(x: jax.Array, weight: LayerArray) -> None:
+    """Raise ValueError if the arguments of rms_norm disagree."""
+    _require(weight.shape == x.shape[-1:], f"weight has shape {weight.shape}, expected {x.shape[-1:]}")
+
+
+def check_gate_up(gate_up: jax.Array) -> None:
+    """Raise ValueError unless gate_up is [T, 2, F]."""
+    _require(gate_up.ndim == 3 and gate_up.shape[1] == 2, f"gate_up has shape {gate_up.shape}, expected [T, 2, F]")
+
+
 def check_attention(
     q: jax.Array,
     kv_cache: jax.Array,

@@ -20,7 +20,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise [..., size]; the result has x's dtype."""
-        return rms_norm(x, as_array(self.weight.get_value()), eps=self.eps, unit_offset=self.unit_offset)
+        return rms_norm(x, self.weight.get_value(), eps=self.eps, unit_offset=self.unit_offset)
 
 
 class LayerNorm(nnx.Module):

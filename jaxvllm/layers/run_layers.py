@@ -227,7 +227,11 @@ def _run_unrolled(
     numbers = [jnp.array(i, jnp.int32) for i in range(len(kind_of_layer))]
     following: list[jax.Array] | list[None] = [None] * len(numbers)
     first = layer_of(weights, numbers[0])
-    if hasattr(first, "first_stages") and _runs_ahead(first, hidden.x, inputs.metadata.backend):
+    if (
+        len(hidden.x) == FEW_ROWS
+        and hasattr(first, "first_stages")
+        and _runs_ahead(first, hidden.x, inputs.metadata.backend)
+    ):
         # The first layer finds its product done, and the last is told of a layer -1: each is lowered with the others.
         begun = inputs.at(numbers[0], kind_of_layer[0]).project(hidden.x, first.first_stages())
         hidden, following = Hidden(hidden.x, begun), [*numbers[1:], jnp.array(-1, jnp.int32)]

@@ -65,7 +65,7 @@ class CausalLM(nnx.Module):
           input_ids, positions: i32[T]; pads hold 0.
           kv_cache: see pallas_kernels.rope_and_write_kv; consumed.
 
-        Returns: hidden states [T, D] after the last norm, and the cache with the step's keys and values.
+        Returns: hidden states [T, D], not normed yet, and the cache with the step's keys and values.
         """
         hidden = self.embed_tokens(input_ids)
         if self.embedding_scale is not None:
@@ -74,11 +74,11 @@ class CausalLM(nnx.Module):
         hidden, kv_cache = run_layers(
             self.layers, hidden, kv_cache, inputs, self.layer_kinds.of_layer, unroll=self.unroll_layers
         )
-        return self.norm(hidden), kv_cache
+        return hidden, kv_cache
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
-        """f32[R, V] of hidden states [R, D]."""
-        logits = (self.lm_head or self.embed_tokens).logits(hidden)
+        """f32[R, V] of hidden states [R, D]. The last norm is of these rows alone: a step of many tokens wants few."""
+        logits = (self.lm_head or self.embed_tokens).logits(self.norm(hidden))
         if self.logit_soft_cap is not None:
             logits = self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
         return logits

@@ -117,7 +117,7 @@ SETTINGS = {
     "float16": Setting(FEW, 4, 2, dtype=jnp.float16, num_decodes=1),
     "8-bit cache": Setting(FEW, 2, 1, cache_dtype=FP8, num_decodes=1, options={"kv_scale": np.float32([0.5, 3])}),
     "8-bit cache, float16": Setting(FEW, 2, 1, 128, cache_dtype=FP8, dtype=jnp.float16, num_decodes=1),
-    "maxima that jump": Setting(  # by a lot in some rows of some tiles, and by little in others
+    "maxima that jump": Setting(  # by more than prefill's MAX_GROWTH in some rows of some tiles, and by less in others
         [(150, 1), (170, 29)], 2, 1, cache_dtype=FP8, num_decodes=1, options={"kv_scale": np.float32([12, 1])}
     ),
     "window shorter than a tile": Setting([(150, 1), (200, 70)], 2, 1, num_decodes=1, options={"sliding_window": 37}),
