@@ -361,12 +361,14 @@ def _have_row_kernels(stages: tuple[MatmulStage, ...], num_rows: int) -> bool:
     return any(_has_norm_kernel(stage, num_rows) or _has_gate_kernel(stage, num_rows) for stage in stages)
 
 
-def prefers_matmul_kernel(x: jax.Array, stages: tuple[MatmulStage, ...], backend: Backend) -> bool:
+def prefers_matmul_kernel(
+    x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[MatmulStage, ...], backend: Backend
+) -> bool:
     """Whether matmul_stages of a backend can run these and was measured to be faster than what XLA makes of them."""
     if backend == "reference":
         return False
-    if len(x) > matmul_sizes.FEW_ROWS:
-        return len(x) >= MIN_PREFERRED_ROWS and _have_row_kernels(stages, len(x))
+    if x.shape[0] > matmul_sizes.FEW_ROWS:
+        return x.shape[0] >= MIN_PREFERRED_ROWS and _have_row_kernels(stages, x.shape[0])
     if matmul_sizes.unsupported_reason(x, stages) is not None:
         return False
     return x.shape[-1] <= MAX_PREFERRED_INPUT and sum(stage.weight.size for stage in stages) <= MAX_PREFERRED_WEIGHTS
@@ -379,7 +381,7 @@ def matmul_stages(
     arrivals: jax.Array,
     *,
     backend: Backend,
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     """See ops.matmul_stages. One kernel, or one a stage where thread blocks cannot wait for each other.
 
     The products of more than FEW_ROWS rows are XLA's, with kernels for the norms and gates around them where they have
@@ -401,7 +403,7 @@ def matmul_stages(
 
 def _products_of_many_rows(
     x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array | None, backend: Backend
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     interpret = _interpret_params(backend)
 
     def norm(x: jax.Array, stage: MatmulStage) -> jax.Array:

@@ -188,18 +188,19 @@ def matmul_stages(
     arrivals: jax.Array | None = None,
     *,
     backend: Backend = "reference",
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     """Products with weights, one after the other, each with what surrounds it: norm, bias, activation, gate, residual.
 
     Args:
       x: [T, K], of the weights' dtype; rows past the real token count are pads.
-      stages: the result of each is the input of the next.
+      stages: the result of each is the input of the next. Their weights may be slices of different layers. Kernels
+        leave the last one out if its layer is -1; what it gives is not defined then.
       residual: [T, N], for the first stage that adds it; what that stage gives is the residual of later ones.
       arrivals: from make_arrivals, once a step; the kernels count in it. None, for the reference only.
       backend: static; chosen once by the runner. See prefers_matmul_kernel.
 
     Returns:
-      [T, N] of the last stage, in x's dtype. Sums are float32. Rows do not mix: NaN in a pad stays there. The kernels
+      [T, N] of each stage, in x's dtype. Sums are float32. Rows do not mix: NaN in a pad stays there. The kernels
       round a normed input once, after the product with the norm's weight, and a stage's result once; XLA, which the
       reference leaves this to, may round in between.
 
