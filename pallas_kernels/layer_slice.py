@@ -20,7 +20,7 @@ class LayerSlice:
     """
 
     stack: jax.Array  # [L, ...]
-    layer: jax.Array  # i32[]
+    layer: jax.Array  # i32[]; -1 for none, where an op says that it takes that
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What the computing warpgroup of the few-row products does: the norm of x, and 16 output columns at a time.
+"""What the computing warpgroup of the few-row products does: the norm of x, and a unit of output columns at a time.
 
 Letters: K inputs  N outputs  S segments
 """
@@ -12,105 +12,111 @@ from jax import lax
 from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 
 from pallas_kernels.common import Ref, full, pl, plgpu
-from pallas_kernels.matmul_sizes import FEW_ROWS, ROW_TILES, UNIT, MatmulSizes, StageRefs, StageSizes
+from pallas_kernels.matmul_sizes import FEW_ROWS, MAX_UNIT, MatmulScratch, MatmulSizes, StageRefs, StageSizes
 
 _WGMMA = plgpu.Layout.WGMMA
 
 
 def as_operand(ref: Ref) -> Ref:
     """Shared memory as wgmma reads it: atoms one below the other."""
-    return ref[1] if isinstance(ref, tuple) else ref
+    return ref[-1] if isinstance(ref, tuple) else ref
 
 
-def load_norm_weight(stage: StageSizes, refs: StageRefs, chunk: int | jax.Array) -> jax.Array:
-    """The weights of the norm for one run of segments, as the rows of X need them; [64, 64]."""
-    assert refs.norm_weight is not None
-    row = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=_WGMMA)
-    # Rows of other chunks are left as they are.
-    out = full((64, 64), 0.0 if stage.unit_offset else 1.0, _WGMMA).astype(refs.norm_weight.dtype)
-    for segment in range(stage.segments):
-        columns = pl.ds((chunk * stage.segments + segment) * 64, 64)
-        part = refs.norm_weight.at[refs.of_layer(refs.norm_weight), columns]
-        weight = plgpu.load(part, layout=_WGMMA.reduce(0), optimized=False)
-        weight = plgpu.layout_cast(lax.broadcast_in_dim(weight, (64, 64), [1]), _WGMMA)
-        is_segment = jnp.logical_and(row >= segment * FEW_ROWS, row < (segment + 1) * FEW_ROWS)
-        out = jnp.where(is_segment, weight, out)
-    return out
+@functools.cache
+def _atom_layout() -> Any:
+    """[8, 64] over the 128 threads: 4 neighbours of a row each, rows within a warp."""
+    tiling = plgpu.Tiling(((FEW_ROWS, 64), (2, 64), (1, 4)))
+    layout = TiledLayout(tiling, (-6,), (-4, -3), -1, _check_canonical=False).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
-def take_x(stage: StageSizes, refs: StageRefs, norm_weights: list[jax.Array], scratch: tuple[Ref, ...]) -> None:
-    """Wait for x in shared memory and multiply it by the weights of the norm; the rows' sums of squares beside it.
+def take_x(stage: StageSizes, scratch: MatmulScratch) -> jax.Array | None:
+    """Wait for x in shared memory and multiply it by the weights of the norm.
 
-    Args:
-      norm_weights: of all chunks, or none if they are still to be loaded.
+    Returns:
+      f32[8, unit] 1 / rms of the rows, or None without a norm.
     """
-    _, x_smem, _, squares_smem, _, _, x_full = scratch
-    x_smem = as_operand(x_smem)
-    plgpu.barrier_wait(x_full)
+    if stage.has_norm:
+        plgpu.barrier_wait(scratch.norms_full.at[stage.norm_index])
+    plgpu.barrier_wait(scratch.x_full)
     if not stage.has_norm:
-        return
-    squares = full((64,), 0.0, _WGMMA.reduce(1))
+        return None
+    x_smem, weights = as_operand(scratch.x), scratch.norms.at[stage.norm_index]
+    layout, shape = _atom_layout(), (FEW_ROWS, 64)
+    at_once = next(n for n in (4, 3, 2, 1) if stage.num_atoms % n == 0)  # for loads to overlap
 
-    def scale(i: int | jax.Array, squares: jax.Array) -> jax.Array:
-        weight = norm_weights[i] if norm_weights and isinstance(i, int) else load_norm_weight(stage, refs, i)
-        weight = weight.astype(jnp.float32)
-        chunk = x_smem.at[pl.ds(i * (stage.segments * FEW_ROWS), 64)]
-        x = plgpu.load(chunk, layout=_WGMMA).astype(jnp.float32)
-        chunk[...] = (x * (1.0 + weight if stage.unit_offset else weight)).astype(x_smem.dtype)
-        return squares + (x * x).sum(axis=1)
+    def scale(i: jax.Array, squares: jax.Array) -> jax.Array:
+        atoms = [i * at_once + j for j in range(at_once)]
+        rows = [x_smem.at[pl.ds(atom * FEW_ROWS, FEW_ROWS)] for atom in atoms]
+        xs = [plgpu.load(part, layout=layout, optimized=False).astype(jnp.float32) for part in rows]
+        factors = [plgpu.load(weights.at[atom], layout=layout.reduce(0), optimized=False) for atom in atoms]
+        for part, x, factor in zip(rows, xs, factors, strict=True):
+            factor = factor.astype(jnp.float32)
+            factor = 1.0 + factor if stage.unit_offset else factor
+            factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, shape, [1]), layout)
+            part[...] = (x * factor).astype(x_smem.dtype)
+            squares = squares + x * x
+        return squares
 
-    if norm_weights:
-        for i in range(len(norm_weights)):
-            squares = scale(i, squares)
-    else:
-        squares = lax.fori_loop(0, stage.num_atoms // stage.segments, scale, squares)
-    squares_smem[...] = squares
+    squares = lax.fori_loop(0, stage.num_atoms // at_once, scale, full(shape, 0.0, layout))
+    scratch.squares[...] = squares.sum(axis=1)
     plgpu.commit_smem()
+    layout = _out_layout(stage.unit)
+    squares = plgpu.load(scratch.squares, layout=layout.reduce(1), optimized=False)
+    rstd = lax.rsqrt(squares * (1.0 / stage.num_inputs) + stage.eps)
+    return plgpu.layout_cast(lax.broadcast_in_dim(rstd, (FEW_ROWS, stage.unit), [0]), layout)
 
 
 def compute_unit(
-    statics: MatmulSizes, stage: StageSizes, refs: StageRefs, unit: jax.Array, used: jax.Array, scratch: tuple[Ref, ...]
+    statics: MatmulSizes,
+    stage: StageSizes,
+    refs: StageRefs,
+    rstd: jax.Array | None,
+    unit: jax.Array,
+    used: jax.Array,
+    scratch: MatmulScratch,
 ) -> jax.Array:
-    """16 output columns; returns the number of slots used so far."""
-    w_smem, x_smem, sums_smem, squares_smem, filled, free, _ = scratch
-    w_smem, x_smem = as_operand(w_smem), as_operand(x_smem)
-    columns = pl.ds(unit * UNIT, UNIT)
-    layout = _out_layout()
+    """A unit of output columns; returns the number of slots used so far."""
+    w_smem, x_smem, sums_smem = as_operand(scratch.weights), as_operand(scratch.x), scratch.sums
+    columns = pl.ds(unit * stage.unit, stage.unit)
+    layout = _out_layout(stage.unit)
     residual = None
     if refs.residual is not None:  # loaded early: nothing waits for it
         residual = plgpu.load(refs.residual.at[:, columns], layout=layout, optimized=False)
     run = stage.segments * FEW_ROWS  # rows of a run of segments
+    stride = statics.slot_atoms // stage.row_tiles
 
     def product(way: int) -> tuple[jax.Array, ...]:
         def body(*accs: Ref) -> tuple[jax.Array, ...]:
-            for tile in range(stage.tiles):
+            def add_tile(tile: jax.Array, _: None) -> None:
                 slot = lax.rem(used + (way * stage.tiles + tile), jnp.int32(statics.num_slots))
-                plgpu.barrier_wait(filled.at[slot])
+                plgpu.barrier_wait(scratch.filled.at[slot])
                 for j in range(0, stage.tile, stage.segments):
                     x = x_smem.at[pl.ds((tile * stage.tile + j) * FEW_ROWS, 64)]
                     for i, acc in enumerate(accs):
-                        weights = w_smem.at[slot, pl.ds((i * stage.tile + j) * FEW_ROWS, run)]
+                        weights = w_smem.at[slot, pl.ds((i * stride + j) * FEW_ROWS, run)]
                         plgpu.wgmma(acc, x, weights.transpose((1, 0)))
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(free.at[slot])
+                plgpu.barrier_arrive(scratch.free.at[slot])
+
+            lax.fori_loop(0, stage.tiles, add_tile, None)
             return tuple(acc[...] for acc in accs)
 
-        return pl.run_scoped(body, *[plgpu.ACC((64, run), jnp.float32) for _ in range(ROW_TILES)])
+        return pl.run_scoped(body, *[plgpu.ACC((64, run), jnp.float32) for _ in range(stage.row_tiles)])
 
     for way in range(stage.ways):
         for i, blocks in enumerate(product(way)):
             sums_smem[pl.ds(way * 64, 64), pl.ds(i * FEW_ROWS, FEW_ROWS)] = _diagonal(stage, blocks)
     plgpu.commit_smem()
     parts = [_sum_segments(stage, sums_smem, way) for way in range(stage.ways)]
-    if stage.has_norm:
-        rstd = _across_columns(_rstd(stage, squares_smem))
+    if rstd is not None:
         parts = [part * rstd for part in parts]
     if refs.bias is not None:
         for way in range(stage.ways):
-            row = pl.ds(way * stage.num_outputs + unit * UNIT, UNIT)
+            row = pl.ds(way * stage.num_outputs + unit * stage.unit, stage.unit)
             bias = refs.bias.at[refs.of_layer(refs.bias), row]
             bias = plgpu.load(bias, layout=layout.reduce(0), optimized=False).astype(jnp.float32)
-            parts[way] = parts[way] + plgpu.layout_cast(lax.broadcast_in_dim(bias, (FEW_ROWS, UNIT), [1]), layout)
+            parts[way] = parts[way] + plgpu.layout_cast(lax.broadcast_in_dim(bias, (FEW_ROWS, stage.unit), [1]), layout)
     out = _activate(stage.activation, parts[0])
     if stage.is_gated:
         out = out * parts[1]
@@ -132,34 +138,24 @@ def _diagonal(stage: StageSizes, blocks: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _out_layout() -> Any:
-    """f32[8, 16] over the 128 threads: one element each, a row beside the next."""
-    tiling = plgpu.Tiling(((FEW_ROWS, UNIT), (2, UNIT), (1, 1)))
-    layout = TiledLayout(tiling, (-6,), (-4, -3), -1, _check_canonical=False).canonicalize()
+def _out_layout(unit: int) -> Any:
+    """f32[8, unit] over the 128 threads: one element each, a row beside the next; 8 columns twice, by 2 warps each."""
+    rows_of_warp = 32 // unit
+    tiling = plgpu.Tiling(((FEW_ROWS, unit), (rows_of_warp, unit), (1, 1)))
+    warp_dims = (-6,) if unit == MAX_UNIT else (plgpu.Replicated(2), -6)
+    layout = TiledLayout(tiling, warp_dims, (-4, -3), -1, _check_canonical=False).canonicalize()
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
 def _sum_segments(stage: StageSizes, sums_smem: Ref, way: int) -> jax.Array:
-    """[8, 16] in the order of the segments."""
-    total = full((FEW_ROWS, UNIT), 0.0, _out_layout())
+    """[8, unit] in the order of the segments."""
+    layout = _out_layout(stage.unit)
+    total = full((FEW_ROWS, stage.unit), 0.0, layout)
     for segment in range(stage.segments):
         rows = pl.ds(way * 64 + segment * FEW_ROWS, FEW_ROWS)
-        total = total + plgpu.load(sums_smem.at[rows], layout=_out_layout(), optimized=False)
+        part = sums_smem.at[rows, pl.ds(0, stage.unit)]
+        total = total + plgpu.load(part, layout=layout, optimized=False)
     return total
-
-
-def _rstd(stage: StageSizes, squares_smem: Ref) -> jax.Array:
-    """1 / rms of the 8 rows."""
-    total = full((FEW_ROWS,), 0.0, _out_layout().reduce(1))
-    for segment in range(stage.segments):
-        part = squares_smem.at[pl.ds(segment * FEW_ROWS, FEW_ROWS)]
-        total = total + plgpu.load(part, layout=_out_layout().reduce(1), optimized=False)
-    return lax.rsqrt(total * (1.0 / stage.num_inputs) + stage.eps)
-
-
-def _across_columns(row: jax.Array) -> jax.Array:
-    """[8] -> [8, 16]."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(row, (FEW_ROWS, UNIT), [0]), _out_layout())
 
 
 def _activate(name: str | None, x: jax.Array) -> jax.Array:

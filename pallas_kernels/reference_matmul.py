@@ -75,8 +75,9 @@ def matmul_stages(
     *,
     norm: Callable[[jax.Array, MatmulStage], jax.Array] = norm,
     gate: Callable[[jax.Array, MatmulStage], jax.Array] = gate,
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     """See ops.matmul_stages. With other functions for the norm and the gate of a stage these are no XLA."""
+    results = []
     for stage in stages:
         x = norm(x, stage)
         y = jnp.einsum("tk,...nk->t...n", x, as_array(stage.weight))
@@ -85,4 +86,5 @@ def matmul_stages(
         if stage.adds_residual:
             assert residual is not None
             x = residual = residual + x
-    return x
+        results.append(x)
+    return tuple(results)

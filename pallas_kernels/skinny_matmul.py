@@ -3,9 +3,9 @@
 With 8 rows a product takes as long as reading the weights, if nothing else takes time: so weights stream into shared
 memory ahead of the computation, across products, and norm, bias, activation and residual are part of the kernel.
 
-A unit is 16 output columns: 16 rows of a weight [N, K]. One thread block (CTA) computes a unit over the whole of K, so
-that nothing is summed across CTAs and results have the same bits every time. Tensor cores take 64 rows at a time, and
-there are 8, so K is cut: each run of 8 atoms of 64 inputs counts as 8 segments, one below the other,
+A unit is 16 output columns, or 8: so many rows of a weight [N, K]. One thread block (CTA) computes a unit over the
+whole of K, so that nothing is summed across CTAs and results have the same bits every time. Tensor cores take 64 rows
+at a time, and there are 8, so K is cut: each run of 8 atoms of 64 inputs counts as 8 segments, one below the other,
 
     x [8, 512] -> X [8 segments * 8 rows, 64]      w [8, 512] -> W [8 segments * 8 columns, 64]
 
@@ -14,14 +14,13 @@ cores wait for memory. In shared memory [8, 512] and [64, 64] are the same bytes
 goes by atoms of 8 rows and 64 columns; so one copy brings 16 KiB and more. That matters: a copy costs 128 arrivals at a
 barrier, 0.2 us (with a copy a segment a layer of Qwen3-0.6B took 24.6 us, LOG 2026-11-30).
 
-In a CTA one warp copies weights and runs ahead, one warpgroup computes. Between products all CTAs wait for each other
-(they are all resident: one an SM), or each product is a kernel of its own.
+In a CTA one warp copies weights and runs ahead, across products, since weights wait for nobody; another copies x as
+soon as all CTAs have their part of it (they are all resident: one an SM); one warpgroup computes.
 
 Letters: K inputs  N outputs  S segments
 """
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,10 +28,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common import Ref, div, pl, plgpu, swizzled_smem
-from pallas_kernels.layer_slice import LayerSlice, as_stack
+from pallas_kernels.layer_slice import as_stack
 from pallas_kernels.matmul_arrivals import arrive, reset_arrivals, wait_for_arrivals
-from pallas_kernels.matmul_sizes import FEW_ROWS, ROW_TILES, UNIT, MatmulSizes, StageRefs, make_sizes, stage_refs
-from pallas_kernels.matmul_unit import compute_unit, load_norm_weight, take_x
+from pallas_kernels.matmul_sizes import (
+    FEW_ROWS,
+    MAX_UNIT,
+    MatmulScratch,
+    MatmulSizes,
+    StageRefs,
+    layer_numbers,
+    make_sizes,
+    stage_refs,
+    stages_by_kernel,
+)
+from pallas_kernels.matmul_unit import compute_unit, take_x
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.tuning import MatmulConfig
 
@@ -45,28 +54,27 @@ def matmul_stages(
     *,
     config: MatmulConfig,
     interpret: Any = False,
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     """See ops.matmul_stages.
 
     Args:
       x: bf16 or fp16 [8, K].
       residual: [8, D] or None.
-      arrivals: i32[MAX_STAGES], zeros; zeros again afterwards. Used where the stages are one kernel.
+      arrivals: i32[MAX_STAGES], zeros; zeros again afterwards.
       config: static.
       interpret: False, or InterpretGPUParams.
 
     Returns:
-      [8, N] of the last stage.
+      [8, N] of each stage.
     """
-    statics = make_sizes(x, stages, config)
-    # Slots of the ring have one shape.
-    if not config.one_kernel or len({(stage.segments, stage.tile) for stage in statics.stages}) > 1:
-        for stage, sizes in zip(stages, statics.stages, strict=True):
-            alone = replace(statics, stages=(sizes,))
-            x = _run(alone, x, (stage,), residual, arrivals, interpret)[-1]
-            residual = x if stage.adds_residual else residual
-        return x
-    return _run(statics, x, stages, residual, arrivals, interpret)[-1]
+    results: list[jax.Array] = []
+    for group in stages_by_kernel(stages, config):
+        outs = _run(make_sizes(x, group, config), x, group, residual, arrivals, interpret)
+        results += outs
+        x = outs[-1]
+        for stage, out in zip(group, outs, strict=True):
+            residual = out if stage.adds_residual else residual
+    return tuple(results)
 
 
 def _run(
@@ -77,13 +85,13 @@ def _run(
     arrivals: jax.Array,
     interpret: Any,
 ) -> list[jax.Array]:
-    """The results of all stages."""
-    weights = jax.tree.leaves(stages, is_leaf=lambda node: isinstance(node, LayerSlice))
-    layer = next((weight.layer for weight in weights if isinstance(weight, LayerSlice)), jnp.int32(0))
-    operands = [x, arrivals, layer.reshape(1)] + ([residual] if residual is not None else [])
-    for stage in stages:
+    """The results of stages that are one kernel."""
+    layers, layer_indices = layer_numbers(stages)
+    operands = [x, arrivals, jnp.stack(layers)] + ([residual] if residual is not None else [])
+    for stage, index in zip(stages, layer_indices, strict=True):
+        layer = layers[index]
         operands.append(as_stack(stage.weight.reshape(-1, stage.weight.shape[-1]), layer))
-        operands += [] if stage.norm_weight is None else [as_stack(stage.norm_weight, layer)]
+        operands += [] if stage.norm_weight is None else [as_stack(stage.norm_weight.reshape(-1, 64), layer)]
         operands += [] if stage.bias is None else [as_stack(stage.bias.reshape(-1), layer)]
     return pl.kernel(
         functools.partial(_body, statics, residual is not None),
@@ -96,12 +104,13 @@ def _run(
 
 
 def _body(statics: MatmulSizes, has_residual: bool, *refs: Ref) -> None:
-    """One warpgroup computes, one warp of the other copies."""
+    """One warpgroup computes, two warps of the other copy."""
     stages = stage_refs(statics, has_residual, list(refs))
     arrivals_ref = refs[1]
 
     def scoped(weights: Ref, x: Ref, *rest: Ref) -> None:
-        scratch = (tuple(weights), tuple(x), *rest) if statics.copy_whole_tiles else (weights, x, *rest)
+        views = (tuple(weights), tuple(x)) if statics.copy_whole_tiles else (weights, x)
+        scratch = MatmulScratch(*views, *rest)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 0)
@@ -112,29 +121,37 @@ def _body(statics: MatmulSizes, has_residual: bool, *refs: Ref) -> None:
         def _():
             def warp_body(warp: jax.Array) -> None:
                 pl.when(warp == 0)(functools.partial(_copy_weights, statics, stages, scratch))
+                pl.when(warp == 1)(functools.partial(_copy_inputs, statics, stages, arrivals_ref, scratch))
 
             plgpu.warp_map(warp_body)
 
-    num_slots, tile = statics.num_slots, statics.tile
+    pl.run_scoped(scoped, *_scratch_types(statics), collective_axes="warpgroup")
+
+
+def _scratch_types(statics: MatmulSizes) -> tuple[Any, ...]:
+    """The fields of MatmulScratch."""
+    num_slots, slot_atoms = statics.num_slots, statics.slot_atoms
     ways = max(stage.ways for stage in statics.stages)
     smem = functools.partial(swizzled_smem, dtype=statics.dtype)
-    weights, x = smem(num_slots, ROW_TILES * tile * FEW_ROWS, 64), smem(statics.x_rows, 64)
-    copies_w, copies_x = ROW_TILES * tile, statics.max_atoms
+    weights, x = smem(num_slots, slot_atoms * FEW_ROWS, 64), smem(statics.x_rows, 64)
+    copies_w, copies_x = max(stage.row_tiles * stage.tile for stage in statics.stages), statics.max_atoms
     if statics.copy_whole_tiles:
         # The same bytes as copies fill them: atoms of 8 rows and 64 columns in the same order.
-        weights = plgpu.RefUnion(smem(num_slots, UNIT, 64 * tile), weights)
+        wide = [smem(num_slots, FEW_ROWS * n, slot_atoms // n * 64) for n in {s.row_tiles for s in statics.stages}]
+        weights = plgpu.RefUnion(*wide, weights)
         x = plgpu.RefUnion(smem(FEW_ROWS, 64 * statics.max_atoms), x)
         copies_w = copies_x = 1
-    pl.run_scoped(
-        scoped,
+    has_norms = statics.num_norms > 0
+    return (
         weights,
         x,
-        plgpu.SMEM((ways * 64, UNIT), jnp.float32),  # a unit before the sum over segments
-        plgpu.SMEM((64,), jnp.float32),  # sums of squares of the rows of x
-        plgpu.Barrier(num_arrivals=copies_w, num_barriers=num_slots),  # weights full
-        plgpu.Barrier(num_barriers=num_slots),  # weights free
-        plgpu.Barrier(num_arrivals=copies_x),  # x full
-        collective_axes="warpgroup",
+        plgpu.SMEM((statics.num_norms, statics.norm_atoms, 64), statics.dtype) if has_norms else None,
+        plgpu.SMEM((ways * 64, MAX_UNIT), jnp.float32),
+        plgpu.SMEM((FEW_ROWS,), jnp.float32),
+        plgpu.Barrier(num_arrivals=copies_w, num_barriers=num_slots),
+        plgpu.Barrier(num_barriers=num_slots),
+        plgpu.Barrier(num_arrivals=copies_x),
+        plgpu.Barrier(num_barriers=statics.num_norms) if has_norms else None,
     )
 
 
@@ -152,23 +169,25 @@ def _copy_atoms(
     *layer, row = where
     if isinstance(target, tuple):
         block = source.at[*layer, pl.ds(row, FEW_ROWS * row_tiles), pl.ds(first * 64, count * 64)]
-        wide = target[0] if slot is None else target[0].at[slot]
+        wide = next(part for part in target[:-1] if part.shape[-2] == FEW_ROWS * row_tiles)
+        wide = wide if slot is None else wide.at[slot]
         plgpu.copy_gmem_to_smem(block, wide.at[:, pl.ds(0, 64 * count)], barrier)
         return
     tall = target if slot is None else target.at[slot]
+    stride = tall.shape[-2] // FEW_ROWS // row_tiles
     for i in range(row_tiles):
         for j in range(count):
             block = source.at[*layer, pl.ds(row + i * FEW_ROWS, FEW_ROWS), pl.ds((first + j) * 64, 64)]
-            plgpu.copy_gmem_to_smem(block, tall.at[pl.ds((i * count + j) * FEW_ROWS, FEW_ROWS)], barrier)
+            plgpu.copy_gmem_to_smem(block, tall.at[pl.ds((i * stride + j) * FEW_ROWS, FEW_ROWS)], barrier)
 
 
-def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: tuple[Ref, ...]) -> None:
+def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: MatmulScratch) -> None:
     """One warp: the tiles of all units of all stages in order, as slots become free."""
-    w_smem, _, _, _, filled, free, _ = scratch
+    filled, free = scratch.filled, scratch.free
     num_slots = statics.num_slots
     copied = jnp.int32(0)
     for stage, refs in zip(statics.stages, stages, strict=True):
-        first_unit, num_mine = statics.num_mine(stage)
+        first_unit, num_mine = statics.num_mine(stage, refs)
 
         def copy_tile(i: jax.Array, copied: jax.Array, stage=stage, refs=refs, first_unit=first_unit) -> jax.Array:
             slot = lax.rem(copied, jnp.int32(num_slots))
@@ -177,13 +196,19 @@ def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: tuple[
             def _():
                 plgpu.barrier_wait(free.at[slot])
 
+            if statics.in_flight:
+
+                @pl.when(copied >= statics.in_flight)
+                def _():
+                    plgpu.barrier_wait(filled.at[lax.rem(copied - statics.in_flight, jnp.int32(num_slots))])
+
             unit_way = div(i, stage.tiles)
             tile = i - unit_way * stage.tiles
             unit = div(unit_way, stage.ways)
             way = unit_way - unit * stage.ways
-            row = way * stage.num_outputs + (first_unit + unit * statics.num_ctas) * UNIT
+            row = way * stage.num_outputs + (first_unit + unit * statics.num_ctas) * stage.unit
             where, atoms = (refs.of_layer(refs.weight), row), (tile * stage.tile, stage.tile)
-            _copy_atoms(refs.weight, w_smem, slot, filled.at[slot], where, ROW_TILES, atoms)
+            _copy_atoms(refs.weight, scratch.weights, slot, filled.at[slot], where, stage.row_tiles, atoms)
             return copied + 1
 
         copied = lax.fori_loop(0, num_mine * (stage.ways * stage.tiles), copy_tile, copied)
@@ -195,31 +220,50 @@ def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: tuple[
     lax.fori_loop(jnp.maximum(copied - num_slots, 0), copied, drain, None)
 
 
-def _compute(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, scratch: tuple[Ref, ...]) -> None:
-    """One warpgroup: for each stage wait for the one before, take x, compute the units."""
+def _copy_inputs(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, scratch: MatmulScratch) -> None:
+    """One warp: the weights of norms, and the input of each stage in which this CTA has units, once it is stored.
+
+    When all CTAs have stored it, this one has also done all it had to with the input before, which lies in the same
+    place: it has arrived itself, or others could not have gone on to what they arrived with.
+    """
+    for stage, refs in zip(statics.stages, stages, strict=True):
+        if stage.has_norm:
+
+            @pl.when(statics.num_mine(stage, refs)[1] > 0)
+            def _(stage=stage, refs=refs):
+                assert refs.norm_weight is not None
+                source = refs.norm_weight.at[refs.of_layer(refs.norm_weight)]
+                target = scratch.norms.at[stage.norm_index, pl.ds(0, stage.num_atoms)]
+                plgpu.copy_gmem_to_smem(source, target, scratch.norms_full.at[stage.norm_index])
+
+    for index, (stage, refs) in enumerate(zip(statics.stages, stages, strict=True)):
+        _, num_mine = statics.num_mine(stage, refs)
+
+        @pl.when(num_mine > 0)
+        def _(index=index, stage=stage, refs=refs):
+            if index > 0:
+                wait_for_arrivals(arrivals_ref, index - 1, min(statics.stages[index - 1].num_units, statics.num_ctas))
+            _copy_atoms(refs.x, scratch.x, None, scratch.x_full, (0,), 1, (0, stage.num_atoms))
+
+    if len(stages) > 1:
+        reset_arrivals(arrivals_ref, len(stages) - 1, statics.num_ctas)
+
+
+def _compute(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, scratch: MatmulScratch) -> None:
+    """One warpgroup: for each stage take x, compute the units, tell the other CTAs."""
     used = jnp.int32(0)
     for index, (stage, refs) in enumerate(zip(statics.stages, stages, strict=True)):
-        first_unit, num_mine = statics.num_mine(stage)
+        first_unit, num_mine = statics.num_mine(stage, refs)
 
         @pl.when(num_mine > 0)
         def _(index=index, stage=stage, refs=refs, first_unit=first_unit, num_mine=num_mine, used=used):
-            if index == 0:
-                _copy_atoms(refs.x, scratch[1], None, scratch[-1], (0,), 1, (0, stage.num_atoms))
-            # Before the wait, if there are registers for them: these loads wait for no other stage.
-            chunks = stage.num_atoms // stage.segments if stage.has_norm else 0
-            weights = [load_norm_weight(stage, refs, i) for i in range(chunks)] if chunks <= 4 else []
-            if index > 0:
-                wait_for_arrivals(arrivals_ref, index - 1, min(statics.stages[index - 1].num_units, statics.num_ctas))
-                _copy_atoms(refs.x, scratch[1], None, scratch[-1], (0,), 1, (0, stage.num_atoms))
-            take_x(stage, refs, weights, scratch)
+            rstd = take_x(stage, scratch)
 
             def unit_body(i: jax.Array, used: jax.Array) -> jax.Array:
-                return compute_unit(statics, stage, refs, first_unit + i * statics.num_ctas, used, scratch)
+                return compute_unit(statics, stage, refs, rstd, first_unit + i * statics.num_ctas, used, scratch)
 
             lax.fori_loop(0, num_mine, unit_body, used)
             if index + 1 < len(stages):
-                arrive(arrivals_ref, index)
+                pl.when(stages[index + 1].is_there)(lambda: arrive(arrivals_ref, index))
 
         used = used + num_mine * (stage.ways * stage.tiles)
-    if len(stages) > 1:
-        reset_arrivals(arrivals_ref, len(stages) - 1, statics.num_ctas)

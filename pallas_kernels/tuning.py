@@ -116,6 +116,8 @@ class MatmulConfig:
     max_slots: int = 16
     one_kernel: bool = True
     copy_whole_tiles: bool = True
+    narrow_units: bool = True
+    in_flight: int = 2
 
 
 H200_MATMUL = MatmulConfig()
@@ -127,7 +129,7 @@ MAX_PREFERRED_WEIGHTS = 48 * 2**20  # elements
 # Norms and gates of more than FEW_ROWS rows are left to XLA up to here. Milliseconds a step of Qwen3-0.6B, XLA and
 # kernels, on one H200: 7.057 and 7.068 for 256 rows, 5.141 and 5.108 for 2,048, 38.03 and 37.61 for 16,384.
 MIN_PREFERRED_ROWS = 2048
-INTERPRET_MATMUL = MatmulConfig(num_ctas=3, max_slots=2, one_kernel=False, copy_whole_tiles=False)
+INTERPRET_MATMUL = MatmulConfig(num_ctas=3, max_slots=2, one_kernel=False, copy_whole_tiles=False, in_flight=0)
 
 
 def matmul_config(*, interpret: bool, num_sms: int | None) -> MatmulConfig:

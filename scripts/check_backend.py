@@ -72,6 +72,7 @@ class LogitsRunner:
                 partial(self._step, plan.key), donate_argnums=(1, 2), compiler_options=options
             )
         step = self.steps[plan.key]
+        print(f"{plan.key} {self.backend}", file=sys.stderr, flush=True)
         # "highest" keeps a float32 product from being computed in TF32; it says nothing about bfloat16 ones.
         with jax.default_matmul_precision("highest"):
             logits, self.kv_cache, self.state = step(self.params, self.kv_cache, self.state, plan.buffer)

@@ -111,7 +111,7 @@ def compile_products(only: str) -> None:
 
     for shape in LAYER_SHAPES:
         stages = layer_stages(shape, has_bias=True)
-        chains = [(name,) for name in stages] + [("o", "gate_up", "down")]
+        chains = [(name,) for name in stages] + [("o", "gate_up", "down"), ("o", "gate_up", "down", "qkv")]
         for chain in chains:
             name = f"{shape.name} products {'+'.join(chain)}"
             of_chain = tuple(stages[part] for part in chain)

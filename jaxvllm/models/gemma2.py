@@ -9,7 +9,7 @@ from jaxvllm.layers.attention import Attention
 from jaxvllm.layers.linear import OutputProjection, QKVProjection
 from jaxvllm.layers.mlp import GatedMLP
 from jaxvllm.layers.norm import RMSNorm
-from jaxvllm.layers.run_layers import LayerContext
+from jaxvllm.layers.run_layers import Hidden, LayerContext
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.models.causal_lm import CausalLM
 from jaxvllm.models.llama import LAYER_PREFIX
@@ -38,13 +38,14 @@ class GemmaDecoderLayer(nnx.Module):
         )
         self.mlp = GatedMLP(config, f"{LAYER_PREFIX}.mlp")
 
-    def __call__(self, x: jax.Array, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
-        """[T, D] -> [T, D], and the cache; the cache given is consumed."""
+    def __call__(self, hidden: Hidden, kv_cache: jax.Array, context: LayerContext) -> tuple[Hidden, jax.Array]:
+        """The layer, and the cache; the cache given is consumed."""
+        x = hidden.x
         qkv = context.project(x, (self.self_attn.qkv_proj.stage(norm=self.input_layernorm),))
         attended, kv_cache = self.self_attn(qkv, kv_cache, context)
         x = x + self.post_attention_layernorm(context.project(attended, (self.self_attn.o_proj.stage(),)))
         fed = context.project(x, self.mlp.stages(norm=self.pre_feedforward_layernorm))
-        return x + self.post_feedforward_layernorm(fed), kv_cache
+        return Hidden(x + self.post_feedforward_layernorm(fed)), kv_cache
 
 
 class Gemma2ForCausalLM(CausalLM):

@@ -9,9 +9,10 @@ from jaxvllm.layers.attention import Attention
 from jaxvllm.layers.linear import OutputProjection, QKVProjection
 from jaxvllm.layers.mlp import GatedMLP
 from jaxvllm.layers.norm import RMSNorm
-from jaxvllm.layers.run_layers import LayerContext
+from jaxvllm.layers.run_layers import Hidden, LayerContext
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.models.causal_lm import CausalLM
+from pallas_kernels import MatmulStage
 
 LAYER_PREFIX = "model.layers.{layer}"
 
@@ -29,12 +30,20 @@ class LlamaDecoderLayer(nnx.Module):
         )
         self.mlp = mlp
 
-    def __call__(self, x: jax.Array, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
-        """[T, D] -> [T, D], and the cache; the cache given is consumed."""
-        qkv = context.project(x, (self.self_attn.qkv_proj.stage(norm=self.input_layernorm),))
-        attended, kv_cache = self.self_attn(qkv, kv_cache, context)
+    def first_stages(self) -> tuple[MatmulStage, ...]:
+        """The products that the layer begins with."""
+        return (self.self_attn.qkv_proj.stage(norm=self.input_layernorm),)
+
+    def last_stages(self) -> tuple[MatmulStage, ...]:
+        """The products behind attention, which add the residual."""
         feed_forward = self.mlp.stages(norm=self.post_attention_layernorm, adds_residual=True)
-        return context.project(attended, (self.self_attn.o_proj.stage(adds_residual=True), *feed_forward), x), kv_cache
+        return (self.self_attn.o_proj.stage(adds_residual=True), *feed_forward)
+
+    def __call__(self, hidden: Hidden, kv_cache: jax.Array, context: LayerContext) -> tuple[Hidden, jax.Array]:
+        """The layer, and the cache; the cache given is consumed."""
+        qkv = context.begin(hidden, self.first_stages())
+        attended, kv_cache = self.self_attn(qkv, kv_cache, context)
+        return context.end(attended, self.last_stages(), hidden.x), kv_cache
 
 
 def llama_layer(config: ModelConfig, *, qk_norm: bool = False) -> LlamaDecoderLayer:

@@ -10,7 +10,7 @@ from jaxvllm.layers.linear import Linear, OutputProjection, QKVProjection
 from jaxvllm.layers.mlp import activation
 from jaxvllm.layers.norm import LayerNorm
 from jaxvllm.layers.parameter import stack_layers
-from jaxvllm.layers.run_layers import LayerContext, LayerInputs, LayerKinds, default_unroll, run_layers
+from jaxvllm.layers.run_layers import Hidden, LayerContext, LayerInputs, LayerKinds, default_unroll, run_layers
 from jaxvllm.model_config import ModelConfig
 
 _PREFIX = "model.decoder"
@@ -40,8 +40,9 @@ class OPTDecoderLayer(nnx.Module):
         self.fc2 = Linear(ffn, hidden, f"{_LAYER_PREFIX}.fc2", axes=(None, "ffn"), **linear)
         self.final_layer_norm = LayerNorm(hidden, f"{_LAYER_PREFIX}.final_layer_norm", **options)
 
-    def __call__(self, x: jax.Array, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
-        """[T, D] -> [T, D], and the cache; the cache given is consumed."""
+    def __call__(self, hidden: Hidden, kv_cache: jax.Array, context: LayerContext) -> tuple[Hidden, jax.Array]:
+        """The layer, and the cache; the cache given is consumed."""
+        x = hidden.x
         normed = self.self_attn_layer_norm(x) if self.norm_before else x
         qkv = context.project(normed, (self.self_attn.qkv_proj.stage(),))
         attended, kv_cache = self.self_attn(qkv, kv_cache, context)
@@ -50,7 +51,7 @@ class OPTDecoderLayer(nnx.Module):
         normed = self.final_layer_norm(x) if self.norm_before else x
         feed_forward = (self.fc1.stage(activation=self.activation), self.fc2.stage(adds_residual=True))
         x = context.project(normed, feed_forward, x)
-        return x if self.norm_before else self.final_layer_norm(x), kv_cache
+        return Hidden(x if self.norm_before else self.final_layer_norm(x)), kv_cache
 
 
 class OPTForCausalLM(nnx.Module):
