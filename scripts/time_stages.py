@@ -73,7 +73,8 @@ def stamp_layer(layer: jax.Array) -> None:
         with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARP):
             text = (
                 "{ .reg .u32 t, c; .reg .u64 a; .reg .pred p; setp.ne.u32 p, $1, 0xffffffff; @p mov.u32 t, %clock; "
-                f"mov.u32 c, %ctaid.x; mad.wide.u32 a, c, {4 * NUM_STAMPS}, $0; @p st.global.u32 [a + {4 * slot}], t; }}"
+                f"mov.u32 c, %ctaid.x; mad.wide.u32 a, c, {4 * NUM_STAMPS}, $0; "
+                f"@p st.global.u32 [a + {4 * slot}], t; }}"
             )
             operands = mgpu.utils.memref_ptr(counters), layer.registers.item()
             mgpu.utils.inline_ptx(text, *operands, has_side_effects=True)
