@@ -50,8 +50,10 @@ def load_tables(sizes: DecodeSizes, inputs: DecodeInputs, row: jax.Array) -> Tab
         return [x.astype(jnp.float32) for x in loaded]
 
     layer = inputs.layer[0]
-    weights = [parts(w, None if w is None else place_in(w, layer)) for w in (inputs.q_weight, inputs.k_weight)]
-    return Tables(inputs.slots[row], *weights, parts(inputs.cos, row), parts(inputs.sin, row))
+    q_weight, k_weight = (
+        parts(w, None if w is None else place_in(w, layer)) for w in (inputs.q_weight, inputs.k_weight)
+    )
+    return Tables(inputs.slots[row], q_weight, k_weight, parts(inputs.cos, row), parts(inputs.sin, row))
 
 
 def take_newest(
@@ -126,14 +128,15 @@ def _rounded(sizes: DecodeSizes, x: jax.Array) -> jax.Array:
 
 def _normalise(sizes: DecodeSizes, parts: Parts, tables: Tables, is_key: jax.Array) -> Parts:
     """RMSNorm of each column, with the key's weight or the queries'."""
-    if not tables.q_weight:
+    merged = sizes.merged
+    if merged is None or not tables.q_weight:
         return parts
     squares = _sum([x * x for x in parts]).sum(axis=0)
-    factor = across_rows(lax.rsqrt(squares * (1.0 / sizes.head_dim) + sizes.merged.eps), parts[0])
+    factor = across_rows(lax.rsqrt(squares * (1.0 / sizes.head_dim) + merged.eps), parts[0])
     out = []
     for x, q_weight, k_weight in zip(parts, tables.q_weight, tables.k_weight, strict=True):
         weight = jnp.where(is_key, _across_columns(k_weight, x), _across_columns(q_weight, x))
-        if sizes.merged.unit_offset:
+        if merged.unit_offset:
             out.append(_rounded(sizes, x * factor * (1.0 + weight)))
         else:  # the product of two 16-bit numbers is exact in float32
             out.append(_rounded(sizes, _rounded(sizes, x * factor) * weight))

@@ -36,7 +36,9 @@ def check_kv_cache(kv_cache: jax.Array) -> None:
     )
 
 
-def _check_cache_dtype(name: str, x: jax.Array, kv_cache: jax.Array, kv_scale: LayerArray | None) -> None:
+def _check_cache_dtype(
+    name: str, x: jax.Array | jax.ShapeDtypeStruct, kv_cache: jax.Array, kv_scale: LayerArray | None
+) -> None:
     is_narrow = kv_cache.dtype == jnp.float8_e4m3fn
     _require(x.dtype == kv_cache.dtype or is_narrow, f"dtypes differ: {name} {x.dtype}, cache {kv_cache.dtype}")
     if kv_scale is not None:
@@ -116,7 +118,7 @@ def check_gate_up(gate_up: jax.Array) -> None:
 
 
 def check_attention(
-    q: jax.Array,
+    q: jax.Array | jax.ShapeDtypeStruct,
     kv_cache: jax.Array,
     layer: jax.Array,
     block_tables: jax.Array,

@@ -142,8 +142,8 @@ def _to_write(shape: CheckShape, base: Any, *args: Any) -> tuple[jax.Array, jax.
 
 def _write(shape: CheckShape, backend: Backend, base: Any, *args: Any) -> tuple[jax.Array, jax.Array]:
     """Queries, and the cache with the batch's old and new keys and values."""
-    *to_write, options = _to_write(shape, base, *args)
-    return rope_and_write_kv(*to_write, jnp.int32(LAYER), **options, backend=backend)
+    qkv, kv_cache, slot_mapping, options = _to_write(shape, base, *args)
+    return rope_and_write_kv(qkv, kv_cache, slot_mapping, jnp.int32(LAYER), **options, backend=backend)
 
 
 def _kv_scale(shape: CheckShape) -> jax.Array | None:
