@@ -282,8 +282,6 @@ def layer_rows(shape: LayerShape, params: Params, variants: tuple[str, ...], num
             config = KERNELS if variant.startswith("4") else H200_MATMUL
             if "slots" in variant:
                 config = replace(config, max_slots=int(variant.split()[-1]))
-            if "wide" in variant:
-                config = replace(config, narrow_units=False)
             if "flight" in variant:
                 config = replace(config, in_flight=int(variant.split()[-1]))
             splits = 0 if variant.startswith("1") else 1
@@ -311,7 +309,7 @@ def plan_rows() -> list[Row]:
     rows += layer_rows(MODELS["smollm2-135m"], make_params(MODELS["smollm2-135m"]), (XLA[0], "4 kernels"))
     rows += product_rows(large, make_params(large), ("qkv", "gate_up"))
     rows += layer_rows(middle, params_middle, (XLA[0], "4 kernels"))
-    variants = ("1 kernel", "1 kernel, in flight 0", "1 kernel, in flight 3", "1 kernel, wide, in flight 0")
+    variants = ("1 kernel", "1 kernel, in flight 0", "1 kernel, in flight 3")
     rows += layer_rows(small, params, ("2 kernels", *variants))
     return rows + layer_rows(middle, params_middle, ("2 kernels", "1 kernel"))
 
