@@ -106,13 +106,12 @@ class MatmulConfig:
 
     Attributes:
       num_ctas: CTAs of the grid. With `one_kernel` all of them have to be resident at once: at most one an SM.
-      max_slots: weight tiles in flight; fewer if shared memory is short.
+      max_slots: weight tiles of the ring; fewer if shared memory is short.
       one_kernel: stages are one kernel where they can be, whose CTAs wait for each other by atomics. Two such kernels
         must not run side by side: each result has to depend on the other's. False: a kernel each, for the interpreter.
       copy_whole_tiles: see skinny_matmul. False: a copy an atom, for the interpreter.
-      in_flight: weight tiles of 32 KiB that a CTA has asked for and not got. With all slots asked for at once, the
-        stores by which CTAs tell each other of their results took 3 us. 0: no bound, for the interpreter, in which
-        one thread may wait for a copy.
+      in_flight: weight tiles, of 32 KiB mostly, that a CTA may have asked for and not got. With all slots asked for at
+        once, the stores by which CTAs tell each other of their results took 3 us.
     """
 
     num_ctas: int = NUM_SMS
@@ -131,7 +130,7 @@ MAX_PREFERRED_WEIGHTS = 48 * 2**20  # elements
 # Norms and gates of more than FEW_ROWS rows are left to XLA up to here. Milliseconds a step of Qwen3-0.6B, XLA and
 # kernels, on one H200: 7.057 and 7.068 for 256 rows, 5.141 and 5.108 for 2,048, 38.03 and 37.61 for 16,384.
 MIN_PREFERRED_ROWS = 2048
-INTERPRET_MATMUL = MatmulConfig(num_ctas=3, max_slots=2, one_kernel=False, copy_whole_tiles=False, in_flight=0)
+INTERPRET_MATMUL = MatmulConfig(num_ctas=3, max_slots=2, one_kernel=False, copy_whole_tiles=False, in_flight=1)
 
 
 def matmul_config(*, interpret: bool, num_sms: int | None) -> MatmulConfig:

@@ -309,7 +309,7 @@ def plan_rows() -> list[Row]:
     rows += layer_rows(MODELS["smollm2-135m"], make_params(MODELS["smollm2-135m"]), (XLA[0], "4 kernels"))
     rows += product_rows(large, make_params(large), ("qkv", "gate_up"))
     rows += layer_rows(middle, params_middle, (XLA[0], "4 kernels"))
-    variants = ("1 kernel", "1 kernel, in flight 0", "1 kernel, in flight 3")
+    variants = ("1 kernel", "1 kernel, in flight 16", "1 kernel, in flight 3")
     rows += layer_rows(small, params, ("2 kernels", *variants))
     return rows + layer_rows(middle, params_middle, ("2 kernels", "1 kernel"))
 
