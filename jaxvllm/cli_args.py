@@ -40,6 +40,7 @@ ENGINE_HELP = {
     "long_prefill_token_threshold": "most tokens of one prompt in a step; 0: no limit",
     "enable_chunked_prefill": "spread a long prompt over steps (the default)",
     "scheduler_reserve_full_isl": "admit a prompt only if the KV cache has room for all of it (the default)",
+    "num_growth_tokens": "beside running requests admit one only if these may grow by so many tokens (vLLM: 0)",
     "scheduling_policy": "fcfs or priority",
     "async_scheduling": "schedule a step while the one before it runs (the default)",
     "generation_config": "auto (the model's), vllm (none), or a folder with a generation_config.json",

@@ -181,6 +181,7 @@ class EngineArgs:
     long_prefill_token_threshold: int = 0
     enable_chunked_prefill: bool | None = None
     scheduler_reserve_full_isl: bool = True
+    num_growth_tokens: int = 64
     scheduling_policy: str = "fcfs"
     async_scheduling: bool | None = None
     generation_config: str = "auto"
@@ -331,6 +332,7 @@ class EngineArgs:
             enable_chunked_prefill=chunked,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             reserve_full_isl=self.scheduler_reserve_full_isl,
+            num_growth_tokens=self.num_growth_tokens,
             async_scheduling=self.async_scheduling is not False,
         )
 

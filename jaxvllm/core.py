@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from jaxvllm.config import EngineConfig, ModelLoadConfig
 from jaxvllm.core_clock import CoreClock
 from jaxvllm.core_messages import CoreMetrics, EngineCoreInfo, EngineCoreRequest
+from scheduler.buckets import BucketPolicy
 from scheduler.config import CacheConfig
 from scheduler.outputs import EngineCoreOutputs, FinishedRequest, ModelRunnerOutput, SchedulerOutput
 from scheduler.request import Request, RequestStatus
@@ -38,6 +39,11 @@ class Executor(Protocol):
 
         Raises: ValueError for a model that cannot be served.
         """
+        ...
+
+    @property
+    def bucket_policy(self) -> BucketPolicy | None:
+        """What steps are padded to, known once it is initialized; None: to nothing."""
         ...
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle | None:
@@ -80,7 +86,9 @@ class EngineCore:
         self.info = EngineCoreInfo(num_blocks, memory.block_size, max_model_len)
         _check_pool(self.info)
         self._scheduler = make_scheduler(
-            config.scheduler, CacheConfig(memory.block_size, num_blocks, memory.enable_prefix_caching)
+            config.scheduler,
+            CacheConfig(memory.block_size, num_blocks, memory.enable_prefix_caching),
+            executor.bucket_policy,
         )
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()

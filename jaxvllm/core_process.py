@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -19,6 +20,8 @@ from jaxvllm.config import DEFAULT_EXECUTOR
 from jaxvllm.core import EngineCore, make_executor
 from jaxvllm.core_messages import CoreFailure, CoreStart, EngineCoreRequest, UtilityCall, UtilityResult
 from scheduler.outputs import EngineCoreOutputs
+
+logger = logging.getLogger(__name__)
 
 LOGGED_PACKAGES = ("jaxvllm", "scheduler", "pallas_kernels")
 PARENT_CHECK_S = 0.5
@@ -106,7 +109,11 @@ def _serve(start: CoreStart, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
     try:
         if start.config.device == "gpu" and start.config.executor == DEFAULT_EXECUTOR:
             threading.Thread(target=_start_device, daemon=True).start()
-        core = EngineCore(start.config, make_executor(start.config))
+        begin = time.monotonic()
+        executor = make_executor(start.config)
+        imported = time.monotonic()
+        core = EngineCore(start.config, executor)
+        logger.info("Ready after %.1f s, %.1f s of imports", time.monotonic() - begin, imported - begin)
         loop = CoreLoop(core, inbox, outbox)
         loop.send(messages.READY, core.info)
         gc.collect()

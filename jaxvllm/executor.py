@@ -113,6 +113,11 @@ class DeviceExecutor:
         assert self._runner is not None, "initialize comes first"
         return self._runner
 
+    @property
+    def bucket_policy(self) -> BucketPolicy:
+        """What steps are padded to."""
+        return self.runner.config.policy
+
     def prepare(self, keys: Iterable[ProgramKey]) -> None:
         """Load or compile programs, of buckets that the config's policy need not have: for measurements."""
         assert self.model_config is not None, "initialize comes first"

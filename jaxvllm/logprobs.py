@@ -175,17 +175,17 @@ class LogprobCollector:
 
     def add(self, new: TokenLogprobs, context: Sequence[int]) -> None:
         """Add a position; context: the tokens before it."""
-        ids = new.token_ids
-        ranks: list[int | None] = [new.rank, *(range(1, len(ids)) if new.is_ranked else [None] * (len(ids) - 1))]
+        ids, values, rank = new.token_ids, new.logprobs, new.rank
         texts = [None] * len(ids) if self._texts is None else [self._texts.of(i, context) for i in ids]
-        self.cumulative_logprob += new.logprobs[0]
+        self.cumulative_logprob += values[0]
         if isinstance(self.positions, FlatLogprobs):
-            self.positions.append_fast(ids, new.logprobs, ranks, texts)
+            others = range(1, len(ids)) if new.is_ranked else [None] * (len(ids) - 1)
+            self.positions.append_fast(ids, values, [rank, *others], texts)
             return
-        entries: LogprobsOnePosition = {}
-        for token_id, logprob, rank, text in zip(ids, new.logprobs, ranks, texts, strict=True):
-            if token_id not in entries:  # the token that is there may be among the others again
-                entries[token_id] = Logprob(logprob, rank, text)
+        entries: LogprobsOnePosition = {ids[0]: Logprob(values[0], rank, texts[0])}
+        for i in range(1, len(ids)):
+            if ids[i] != ids[0]:  # the token that is there may be among the others again
+                entries[ids[i]] = Logprob(values[i], i if new.is_ranked else None, texts[i])
         self.positions.append(entries)
 
     def add_none(self) -> None:

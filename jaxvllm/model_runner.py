@@ -208,7 +208,8 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepHandle:
         """Dispatch a step and return at once; plans must come in the order in which they were built."""
-        assert self.device_state is not None, "initialize_kv_cache comes first"
+        state = self.device_state
+        assert state is not None, "initialize_kv_cache comes first"
         changes: dict[ProgramKey, list[np.ndarray]] = {
             "admit": plan.overflow,
             "admit_lists": plan.token_lists,
@@ -216,9 +217,10 @@ class ModelRunner:
         }
         for key, buffers in changes.items():
             for buffer in buffers:
-                self.device_state = self.programs.get(key)(self.device_state, buffer)
-        program = self.programs.get(plan.key)
-        output, self.kv_cache, self.device_state = program(self._params, self.kv_cache, self.device_state, plan.buffer)
+                state = self.programs.get(key)(state, buffer)
+        part = state.of_step(plan.key.kind)
+        output, self.kv_cache, part = self.programs.get(plan.key)(self._params, self.kv_cache, part, plan.buffer)
+        self.device_state = state.after_step(part)
         token_ids, logprobs = (output.token_ids, None) if plan.is_plain else self._sample(output, plan)
         return StepHandle(token_ids, logprobs, plan, *self._compute_logprobs(plan.logprobs))
 
@@ -292,7 +294,7 @@ class ModelRunner:
             logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._replicated)
             rows = (self._host_array(3, key.R), state.records, state.token_lists, state.token_ids)
             if key.kind == "process":
-                return make_process(config.processors), (logits, *rows)
+                return make_process(config.processors, config.backend), (logits, *rows)
             if key.kind == "mask":
                 return make_mask(), (logits, self._host_array(MASKS_PER_WRITE, 1 + config.limits.mask_words))
             return make_sample(config.backend), (logits, logits, *rows)
@@ -300,7 +302,7 @@ class ModelRunner:
         pool = config.kv_cache
         kv_cache = jax.ShapeDtypeStruct(pool.shape(self._num_blocks), pool.dtype, sharding=self._pool_sharding)
         step = make_step(self._bind, key, layout, config.backend, config.num_heads)
-        return step, (self._param_shapes, kv_cache, state, self._host_array(layout.size))
+        return step, (self._param_shapes, kv_cache, state.of_step(key.kind), self._host_array(layout.size))
 
     def _lower_step(self, key: BucketKey | SamplingProgram) -> jax.stages.Lowered:
         step, args = self.step_and_args(key)

@@ -11,7 +11,7 @@ from jaxvllm.detokenizer import Detokenizer, NoDetokenizer, make_detokenizer
 from jaxvllm.logprobs import LogprobCollector, PromptLogprobCollector, PromptLogprobs, TokenTexts
 from jaxvllm.metrics import FrontEndStats, RequestTimes
 from jaxvllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutputs
-from scheduler.outputs import EngineCoreOutputs, FinishedRequest
+from scheduler.outputs import EngineCoreOutputs, FinishedRequest, TokenLogprobs
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -144,7 +144,7 @@ class OutputProcessor:
             if state is None:
                 continue  # ended by a stop string, or dropped, while the step ran
             if state.logprobs is not None:
-                state.logprobs.add(outputs.logprobs[internal_id], state.token_ids)
+                state.logprobs.add(TokenLogprobs.unpack(outputs.logprobs[internal_id]), state.token_ids)
             state.token_ids.append(token_id)
             last_times[state.last_token_ts] = last_times.get(state.last_token_ts, 0) + 1
             state.last_token_ts = timestamp

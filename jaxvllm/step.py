@@ -99,7 +99,8 @@ def make_step(
             device_state = device_state.store_hidden(hidden)
             # XLA has the last product write there, and with another reader of it would run it twice.
             hidden = device_state.hidden if device_state.hidden.size else hidden
-        logits = model.compute_logits(hidden[plan["logits_indices"]])
+            hidden = hidden[plan["logits_indices"]]
+        logits = model.compute_logits(hidden)  # row i of a decode step is token i
         token_ids = greedy(logits)
         rows = jnp.stack([plan["rows"], plan["seq_lens"], plan["needs_sample"]])
         token_store = store_tokens(device_state.token_ids, rows, token_ids)
@@ -108,11 +109,12 @@ def make_step(
     return step
 
 
-def make_process(processors: tuple[LogitsProcessor, ...]) -> Callable[..., jax.Array]:
+def make_process(processors: tuple[LogitsProcessor, ...], backend: Backend) -> Callable[..., jax.Array]:
     """The program that changes a step's logits as its requests ask.
 
     Args:
       processors: custom ones, in the order of their bits.
+      backend: of the attention ops.
 
     Returns:
       process(logits f32[R, V], rows i32[3, R], records, token_lists, token_ids) -> f32[R, V]; the last three are the
@@ -120,7 +122,7 @@ def make_process(processors: tuple[LogitsProcessor, ...]) -> Callable[..., jax.A
     """
 
     def process(logits: jax.Array, step_rows: jax.Array, *state: jax.Array) -> jax.Array:
-        return process_logits(logits, SamplingRows.of_step(step_rows, *state), processors)
+        return process_logits(logits, SamplingRows.of_step(step_rows, *state), processors, backend)
 
     return process
 
@@ -242,7 +244,8 @@ def _rows_of(array: jax.Array, rows: jax.Array) -> jax.Array:
 def _input_ids(plan: dict[str, Any], device_state: DeviceState, key: BucketKey) -> jax.Array:
     """The token ids, with those that exist on the device only (-1, decode rows) filled in; i32[T]."""
     last_positions = jnp.maximum(plan["seq_lens"] - 1, 0)
-    last_tokens = device_state.token_ids.at[plan["rows"], last_positions].get(mode="fill", fill_value=0)
+    # Pads, whose row is past the end, have a token; to fill in another one would take a kernel that finds them.
+    last_tokens = device_state.token_ids.at[plan["rows"], last_positions].get(mode="clip")
     # Token t of a decode row is row t, and R <= T.
     last_tokens = jnp.pad(last_tokens, (0, key.T - key.R))
     return jnp.where(plan["input_ids"] < 0, last_tokens, plan["input_ids"])

@@ -65,7 +65,7 @@ class StepHandle:
         for part in plan.ranges:
             if part.is_sample:
                 target = output.sampled_token_ids[part.request_id]
-                output.logprobs[part.request_id] = read_dense(next(dense), target, part.num_logprobs)
+                output.logprobs[part.request_id] = read_dense(next(dense), target, part.num_logprobs).pack()
                 continue
             positions: list[TokenLogprobs] = [
                 read_dense(next(dense), target, part.num_logprobs)

@@ -9,7 +9,14 @@ from pallas_kernels.mosaic import (
     prefers_matmul_kernel,
     unsupported_reason,
 )
-from pallas_kernels.ops import act_and_mul, matmul_stages, paged_attention, rms_norm, rope_and_write_kv
+from pallas_kernels.ops import (
+    act_and_mul,
+    matmul_stages,
+    paged_attention,
+    rms_norm,
+    rope_and_write_kv,
+    rope_write_and_attend,
+)
 from pallas_kernels.reference_matmul import Activation, MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm
 from pallas_kernels.validation import Backend, Kind
@@ -35,5 +42,6 @@ __all__ = [
     "prefers_matmul_kernel",
     "rms_norm",
     "rope_and_write_kv",
+    "rope_write_and_attend",
     "unsupported_reason",
 ]

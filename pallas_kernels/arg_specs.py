@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic import cache_head_dim, make_attention_work
-from pallas_kernels.ops import paged_attention, rope_and_write_kv
+from pallas_kernels.ops import paged_attention, rope_and_write_kv, rope_write_and_attend
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm
 from pallas_kernels.validation import Kind
@@ -162,7 +162,6 @@ def layer_function(heads: HeadShape, bucket: Bucket) -> Callable[..., tuple[jax.
     def layer(kv_cache, qkv, rope, norm_weight, slot_mapping, layer, *rows):
         norm = HeadNorm(norm_weight, norm_weight, eps=1e-6)
         where = (kv_cache, slot_mapping, layer)
-        q, kv_cache = rope_and_write_kv(qkv, *where, rope=rope, norm=norm, backend="mosaic_gpu")
         work = make_attention_work(
             *rows[1:],
             num_tokens=bucket.num_tokens,
@@ -177,6 +176,11 @@ def layer_function(heads: HeadShape, bucket: Bucket) -> Callable[..., tuple[jax.
         )
         options = {"sliding_window": heads.sliding_window, "soft_cap": heads.soft_cap}
         options |= {"sinks": jnp.zeros(heads.num_heads) if heads.has_sinks else None, "scale": 0.1}
+        to_write = {"rope": rope, "norm": norm, "backend": "mosaic_gpu"}
+        if bucket.kind == "decode":
+            tables, lens, starts, _, num_reqs = rows
+            return rope_write_and_attend(qkv, *where, tables, lens, starts, num_reqs, work, **to_write, **options)
+        q, kv_cache = rope_and_write_kv(qkv, *where, **to_write)
         options |= {"kind": bucket.kind, "backend": "mosaic_gpu"}
         return paged_attention(q, kv_cache, layer, *rows, work, **options), kv_cache  # pyright: ignore[reportCallIssue]
 

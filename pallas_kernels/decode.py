@@ -6,6 +6,9 @@ warpgroup computes. Keys are the rows of the products, S^T = K Q^T and O^T = V^T
 heads costs 8 columns and not 64 rows. A CTA that has only part of an item writes a normalised partial result and its
 log-sum-exp; the last of the item's CTAs to arrive merges them in the order of the line: the same bits every time.
 
+In a step of decode rows only the kernel takes the merged qkv (write_and_decode): it norms and rotates queries and key,
+writes key and value to the cache, and starts the softmax with them (decode_newest.py).
+
 Letters: T tokens  R rows  N query heads  K kv heads  H head_dim  G = N / K
 """
 
@@ -19,9 +22,11 @@ from jax import lax
 from pallas_kernels.common import ATOM, Ref, div, pl, plgpu, swizzled_smem
 from pallas_kernels.decode_copy import DecodeInputs, DecodeScratch, copy_tiles, my_stretch
 from pallas_kernels.decode_merge import across_rows, arrive, merge_item, merge_kernel, store_item, store_zeros
-from pallas_kernels.decode_sizes import DecodeSizes
+from pallas_kernels.decode_newest import load_tables
+from pallas_kernels.decode_sizes import DecodeSizes, MergedQKV, round_up
 from pallas_kernels.decode_tiles import ItemTiles, attend_tiles
 from pallas_kernels.layer_slice import LayerArray, as_stack
+from pallas_kernels.reference_rope_write import HeadNorm
 from pallas_kernels.tuning import DecodeConfig
 from pallas_kernels.work_lists import DecodeWork
 
@@ -63,53 +68,160 @@ def paged_decode(
     Returns:
       Like q: results in the decode rows, zeros from num_tokens on; what lies between is NOT written.
     """
-    num_tokens_padded, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv_cache.shape[3:5]
-    sizes = DecodeSizes(
-        num_kv_heads=num_kv_heads,
-        group=num_heads // num_kv_heads,
-        head_dim=head_dim,
-        num_rows=seq_lens.shape[0],
-        num_heads=num_heads,
-        num_tokens=num_tokens_padded,
-        block_size=block_size,
+    num_heads = q.shape[1]
+    sizes = _sizes(
+        q,
+        kv_cache,
+        seq_lens,
+        group=num_heads // kv_cache.shape[3],
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        sinks=sinks,
+        config=config,
+    )
+    operands = {
+        "q": _as_rows(q, sizes),
+        "kv_cache": kv_cache,
+        "block_tables": block_tables,
+        "seq_lens": seq_lens,
+        "layer": layer.reshape(1),
+        "num_tokens": num_tokens.reshape(1),
+        "kv_scale": None if kv_scale is None else as_stack(kv_scale, layer),
+    }
+    return _run(sizes, operands, work, sinks, interpret).reshape(q.shape)
+
+
+def write_and_decode(
+    qkv: jax.Array,
+    kv_cache: jax.Array,
+    slot_mapping: jax.Array,
+    layer: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    num_tokens: jax.Array,
+    work: DecodeWork,
+    *,
+    rope: tuple[jax.Array, jax.Array] | None,
+    norm: HeadNorm | None,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    kv_scale: LayerArray | None = None,
+    config: DecodeConfig,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Norm, rotation, cache write and attention of a step of decode rows only; see decode_sizes.takes_merged_qkv.
+
+    Args:
+      qkv: bf16 or f16[T, K, G + 2, H] with T = R.
+      kv_cache: as in paged_decode; consumed, and written in place where nothing else reads it.
+      slot_mapping: i32[T] flat slot of each row's token; slots of the null block are not written.
+      layer, block_tables, seq_lens, num_tokens, work: as in paged_decode; seq_lens count the new token.
+      rope: cos and sin, f32[T, H / 2] each, or None.
+      norm: of the query and key heads, or None.
+      scale, sliding_window, soft_cap, sinks, kv_scale, config, interpret: as in paged_decode.
+
+    Returns:
+      [T, N, H], and kv_cache.
+    """
+    num_rows, num_kv_heads, parts, head_dim = qkv.shape
+    sizes = _sizes(
+        qkv,
+        kv_cache,
+        seq_lens,
+        group=parts - 2,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        config=config,
+        merged=MergedQKV(norm.eps, norm.unit_offset) if norm else MergedQKV(),
+    )
+    if rope is not None and head_dim == 64:  # for both halves of a head, which are one part of its rows
+        cos, sin = rope
+        rope = (jnp.concatenate([cos, cos], axis=1), jnp.concatenate([-sin, sin], axis=1))
+    rows = qkv.reshape(-1, head_dim)
+    num_padded = max(round_up(len(rows), ATOM), sizes.columns)
+    cache_ref = jax.new_ref(kv_cache, memory_space=plgpu.GMEM)
+    operands = {
+        "q": jnp.pad(rows, ((0, num_padded - len(rows)), (0, 0))),  # copies only where the batch is tiny
+        "kv_cache": cache_ref,
+        "block_tables": block_tables,
+        "seq_lens": seq_lens,
+        "layer": layer.reshape(1),
+        "num_tokens": num_tokens.reshape(1),
+        "kv_scale": None if kv_scale is None else as_stack(kv_scale, layer),
+        "slots": slot_mapping,
+        "cos": rope and rope[0],
+        "sin": rope and rope[1],
+        "q_weight": norm and as_stack(norm.q_weight, layer),
+        "k_weight": norm and as_stack(norm.k_weight, layer),
+    }
+    out = _run(sizes, operands, work, sinks, interpret)
+    return out.reshape(num_rows, num_kv_heads * (parts - 2), head_dim), jax.freeze(cache_ref)
+
+
+def _sizes(
+    q: jax.Array, kv_cache: jax.Array, seq_lens: jax.Array, *, group: int, sinks: jax.Array | None, **options: Any
+) -> DecodeSizes:
+    num_kv_heads, block_size = kv_cache.shape[3:5]
+    return DecodeSizes(
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_dim=q.shape[-1],
+        num_rows=seq_lens.shape[0],
+        num_heads=num_kv_heads * group,
+        num_tokens=len(q),
+        block_size=block_size,
         has_sinks=sinks is not None,
         dtype=q.dtype,
         cache_dtype=kv_cache.dtype,
-        config=config,
+        **options,
     )
-    operands = [_as_rows(q, sizes), kv_cache, block_tables, seq_lens, layer.reshape(1), num_tokens.reshape(1)]
-    operands += [work.starts, work.stretch]
-    operands += [work.arrivals] if sizes.on_card else []
-    sink_operands = [] if sinks is None else [sizes.sinks_by_column(sinks)]
-    operands += sink_operands
-    operands += [] if kv_scale is None else [as_stack(kv_scale, layer)]
+
+
+def _run(
+    sizes: DecodeSizes, operands: dict[str, Any], work: DecodeWork, sinks: jax.Array | None, interpret: Any
+) -> jax.Array:
+    """Call the kernel, and the one that merges if it does not itself: [T * N, H].
+
+    Args:
+      operands: of DecodeInputs by name, but for those from work and sinks; None where there is none.
+    """
+    config = sizes.config
+    operands = operands | {
+        "starts": work.starts,
+        "stretch": work.stretch,
+        "arrivals": work.arrivals if sizes.on_card else None,
+        "sinks": None if sinks is None else sizes.sinks_by_column(sinks),
+    }
+    operands = {name: x for name, x in operands.items() if x is not None}
     out, partials = pl.kernel(
-        functools.partial(_attend, sizes),
+        functools.partial(_attend, sizes, tuple(operands)),
         out_type=(
-            jax.ShapeDtypeStruct((num_tokens_padded * num_heads, head_dim), q.dtype),
+            jax.ShapeDtypeStruct((sizes.num_tokens * sizes.num_heads, sizes.head_dim), sizes.dtype),
             jax.ShapeDtypeStruct((2 * config.num_ctas, sizes.parts + 1, 64, sizes.columns), jnp.float32),
         ),
         mesh=plgpu.Mesh(grid=(config.num_ctas,), grid_names=("cta",), num_threads=2, thread_name="warpgroup"),
         compiler_params=_COMPILER_PARAMS,
         interpret=interpret,
-        name="paged_decode",
-    )(*operands)
-    if config.merge == "kernel":
-        out_ref = jax.new_ref(out, memory_space=plgpu.GMEM)
-        pl.kernel(
-            functools.partial(merge_kernel, sizes),
-            out_type=(),
-            mesh=plgpu.Mesh(grid=(config.num_ctas,), grid_names=("cta",)),
-            compiler_params=_COMPILER_PARAMS,
-            interpret=interpret,
-            name="paged_decode_merge",
-        )(seq_lens, work.starts, work.stretch, partials, *sink_operands, out_ref)
-        out = jax.freeze(out_ref)
-    return out.reshape(q.shape)
+        name="paged_decode" if sizes.merged is None else "write_and_decode",
+    )(*operands.values())
+    if config.merge == "atomic":
+        return out
+    out_ref = jax.new_ref(out, memory_space=plgpu.GMEM)
+    sink_operands = [operands["sinks"]] if sizes.has_sinks else []
+    pl.kernel(
+        functools.partial(merge_kernel, sizes),
+        out_type=(),
+        mesh=plgpu.Mesh(grid=(config.num_ctas,), grid_names=("cta",)),
+        compiler_params=_COMPILER_PARAMS,
+        interpret=interpret,
+        name="paged_decode_merge",
+    )(operands["seq_lens"], work.starts, work.stretch, partials, *sink_operands, out_ref)
+    return jax.freeze(out_ref)
 
 
 def _as_rows(q: jax.Array, sizes: DecodeSizes) -> jax.Array:
@@ -121,13 +233,14 @@ def _as_rows(q: jax.Array, sizes: DecodeSizes) -> jax.Array:
     return jnp.pad(q, ((0, -q.shape[0] % ATOM), (0, 0)))
 
 
-def _attend(sizes: DecodeSizes, *refs: Ref) -> None:
-    """The body of the kernel; scratch first, then one branch a warpgroup."""
-    operands, outputs = list(refs[:-2]), refs[-2:]
-    kv_scale = operands.pop() if sizes.is_narrow else None
-    sinks = operands.pop() if sizes.has_sinks else None
-    arrivals = operands.pop() if sizes.on_card else None
-    inputs = DecodeInputs(*operands, arrivals=arrivals, sinks=sinks, kv_scale=kv_scale)
+def _attend(sizes: DecodeSizes, names: tuple[str, ...], *refs: Ref) -> None:
+    """The body of the kernel; scratch first, then one branch a warpgroup.
+
+    Args:
+      names: of the operands, among DecodeInputs.
+    """
+    operands, outputs = refs[:-2], refs[-2:]
+    inputs = DecodeInputs(**dict(zip(names, operands, strict=True)))
 
     def scoped(*buffers: Ref) -> None:
         warpgroup = lax.axis_index("warpgroup")
@@ -159,6 +272,7 @@ def _scratch_types(sizes: DecodeSizes) -> tuple[Any, ...]:
         wide(tile, head_dim) if sizes.is_narrow else None,
         wide(sizes.columns, tile),
         plgpu.SMEM((sizes.columns, head_dim), sizes.dtype),
+        plgpu.SMEM((sizes.columns, 2 * head_dim), sizes.dtype) if sizes.merged and head_dim == 64 else None,
         plgpu.SMEM((1,), jnp.int32),
         plgpu.Barrier(num_barriers=2),
         filled,
@@ -195,12 +309,14 @@ def _compute(sizes: DecodeSizes, inputs: DecodeInputs, outputs: tuple[Ref, ...],
     def item_body(j: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         done, begin = carry  # tiles done in the stretch; where in this item the stretch begins
         item = mine.first_item + j
-        length = inputs.seq_lens[div(item, sizes.num_kv_heads)]
+        row = div(item, sizes.num_kv_heads)
+        length = inputs.seq_lens[row]
         num_tiles = sizes.num_tiles(length)
         end = jnp.minimum(num_tiles, begin + (mine.num_tiles - done))
         q_slot = lax.rem(j, jnp.int32(2))
+        tables = None if sizes.merged is None else load_tables(sizes, inputs, row)
         plgpu.barrier_wait(scratch.q_full.at[q_slot])
-        outs, lse = attend_tiles(sizes, inputs, scratch, q_slot, ItemTiles(length, begin, end, done))
+        outs, lse = attend_tiles(sizes, inputs, scratch, q_slot, ItemTiles(item, length, begin, end, done), tables)
         is_whole = jnp.logical_and(begin == 0, end == num_tiles)
 
         @pl.when(is_whole)

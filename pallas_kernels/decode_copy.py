@@ -19,7 +19,7 @@ from pallas_kernels.decode_sizes import DecodeSizes
 class DecodeInputs:
     """The kernel's operands in global memory."""
 
-    q: Ref  # [rows, H]
+    q: Ref  # [rows, H], or the rows of the merged qkv
     kv_cache: Ref
     block_tables: Ref
     seq_lens: Ref
@@ -30,6 +30,12 @@ class DecodeInputs:
     arrivals: Ref = None
     sinks: Ref = None
     kv_scale: Ref = None
+    # With merged qkv only:
+    slots: Ref = None
+    cos: Ref = None
+    sin: Ref = None
+    q_weight: Ref = None
+    k_weight: Ref = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class DecodeScratch:
     v_wide: Ref
     p: Ref
     o: Ref  # not swizzled, so that its rows can go anywhere
+    turned: Ref  # heads of 64 of merged qkv, twice; see decode_newest
     is_last: Ref  # is this CTA the last to arrive
     q_full: Ref
     k_full: Ref

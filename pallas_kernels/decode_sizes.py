@@ -14,6 +14,18 @@ from jax import lax
 from pallas_kernels.common import ATOM, AttentionSizes, div
 from pallas_kernels.tuning import DecodeConfig
 
+# Elements of the accumulated O^T with merged qkv, all columns of the window. With twice as many, heads of 256 over an
+# 8-bit cache spill registers.
+_MAX_MERGED_SIZE = 16 * 128
+
+
+@dataclass(frozen=True)
+class MergedQKV:
+    """That a decode kernel takes the merged qkv and not q, and how it norms: see decode_newest."""
+
+    eps: float = 0.0
+    unit_offset: bool = False
+
 
 @dataclass(frozen=True)
 class DecodeSizes(AttentionSizes):
@@ -22,6 +34,7 @@ class DecodeSizes(AttentionSizes):
     num_rows: int
     num_heads: int
     config: DecodeConfig
+    merged: MergedQKV | None = None  # None: q is rotated, and the cache has the newest keys
 
     @property
     def on_card(self) -> bool:
@@ -35,13 +48,15 @@ class DecodeSizes(AttentionSizes):
 
     @property
     def q_rows(self) -> int:
-        """Rows of q an item: the group, padded where groups do not fit into swizzle atoms."""
-        return self.group if ATOM % self.group == 0 else -(-self.group // ATOM) * ATOM
+        """Rows an item of the operand with q: with its key and value, or padded where groups do not fit into atoms."""
+        if self.merged is not None:
+            return self.group + 2
+        return self.group if ATOM % self.group == 0 else round_up(self.group, ATOM)
 
     @property
     def columns(self) -> int:
-        """Columns of the products; those beyond the group are other heads' or padding, and are not stored."""
-        return max(ATOM, self.q_rows)
+        """Columns of the products, an item's window of rows; those beyond the group are not stored."""
+        return window_rows(self.q_rows)
 
     @property
     def parts(self) -> int:
@@ -63,25 +78,40 @@ class DecodeSizes(AttentionSizes):
         """Tiles with visible keys; one for a row without keys, so that it is an item."""
         return jnp.maximum(div(length + (self.config.tile - 1), self.config.tile), 1) - self.first_tile(length)
 
-    def first_column(self, item: jax.Array) -> jax.Array | int:
-        """Where the item's group lies among its columns."""
-        return lax.rem(item * self.group, jnp.int32(ATOM)) if self.q_rows < ATOM else 0
+    def num_seen(self, length: jax.Array) -> jax.Array:
+        """Keys that the query sees in the cache, without a window: all, or all but the newest."""
+        return length if self.merged is None else length - 1
 
     def first_q_row(self, item: jax.Array) -> jax.Array:
-        """The row of q of the item's first column."""
-        row = item * self.q_rows
-        return div(row, ATOM) * ATOM if self.q_rows < ATOM else row
+        """Where the item's window of rows starts: a multiple of ATOM, and so that it ends within the operand."""
+        last = max(round_up(self.num_rows * self.num_kv_heads * self.q_rows, ATOM) - self.columns, 0)
+        return jnp.minimum(div(item * self.q_rows, ATOM) * ATOM, last)
+
+    def first_column(self, item: jax.Array) -> jax.Array | int:
+        """Where the item's group lies among its columns."""
+        return 0 if self.q_rows % ATOM == 0 else item * self.q_rows - self.first_q_row(item)
 
     def sinks_by_column(self, sinks: jax.Array) -> jax.Array:
-        """f32[N] -> f32[groups of columns, columns]; see sink_row."""
-        if self.q_rows != self.group:
-            sinks = jnp.pad(sinks.reshape(-1, self.group), ((0, 0), (0, self.q_rows - self.group)))
-        repeats = 1 if self.q_rows >= ATOM else ATOM // math.gcd(self.num_heads, ATOM)
-        return jnp.tile(sinks.reshape(-1), repeats).reshape(-1, self.columns)
+        """f32[N] -> f32[K * columns, columns], for each kv head and each first column of its group; see sink_row."""
+        column = jnp.arange(self.columns)
+        head = jnp.clip(column - column[:, None], 0, self.group - 1)
+        return sinks.reshape(self.num_kv_heads, self.group)[:, head].reshape(-1, self.columns)
 
     def sink_row(self, item: jax.Array) -> jax.Array:
         """The row of sinks_by_column with the sinks of the item's columns."""
-        if self.q_rows >= ATOM:
-            return lax.rem(item, jnp.int32(self.num_kv_heads))
-        period = self.num_heads // math.gcd(self.num_heads, ATOM)
-        return lax.rem(div(item * self.q_rows, ATOM), jnp.int32(period))
+        return lax.rem(item, jnp.int32(self.num_kv_heads)) * self.columns + self.first_column(item)
+
+
+def round_up(rows: int, unit: int) -> int:
+    """The next multiple of unit."""
+    return -(-rows // unit) * unit
+
+
+def window_rows(q_rows: int) -> int:
+    """Rows of a window that starts at a multiple of ATOM and has any item's rows, q_rows each and without gaps."""
+    return round_up(ATOM - math.gcd(q_rows, ATOM) + q_rows, ATOM)
+
+
+def takes_merged_qkv(group: int, head_dim: int) -> bool:
+    """Whether the decode kernel can take heads merged as rope_and_write_kv gets them."""
+    return window_rows(group + 2) * max(head_dim, 128) <= _MAX_MERGED_SIZE

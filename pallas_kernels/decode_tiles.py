@@ -15,6 +15,7 @@ from jax import lax
 from pallas_kernels.common import LOG2E, MIN_SCORE, Ref, capped, full, pl, plgpu, widened
 from pallas_kernels.decode_copy import DecodeInputs, DecodeScratch
 from pallas_kernels.decode_merge import across_rows
+from pallas_kernels.decode_newest import Tables, take_newest
 from pallas_kernels.decode_sizes import DecodeSizes
 from pallas_kernels.layer_slice import place_in
 
@@ -26,6 +27,7 @@ _ROWS = 64  # of a product
 class ItemTiles:
     """Tiles [begin, end) of one item; the CTA has done `done` tiles before them."""
 
+    item: jax.Array
     length: jax.Array  # keys of the item's row
     begin: jax.Array
     end: jax.Array
@@ -33,18 +35,25 @@ class ItemTiles:
 
 
 def attend_tiles(
-    sizes: DecodeSizes, inputs: DecodeInputs, scratch: DecodeScratch, q_slot: jax.Array, tiles: ItemTiles
+    sizes: DecodeSizes,
+    inputs: DecodeInputs,
+    scratch: DecodeScratch,
+    q_slot: jax.Array,
+    tiles: ItemTiles,
+    tables: Tables | None,
 ) -> tuple[list[jax.Array], jax.Array]:
     """The part of an item that its tiles give; releases the slot of q.
+
+    Args:
+      tables: of load_tables, with merged qkv.
 
     Returns:
       Normalised O^T in 64-row parts, f32[64, columns] each, and the base-2 log-sum-exp of each column's scores.
     """
-    columns = sizes.columns
     factor = sizes.scale * (1.0 if sizes.soft_cap else LOG2E)
     if inputs.kv_scale is not None:
         factor = factor * inputs.kv_scale[place_in(inputs.kv_scale, inputs.layer[0]), 0]
-    q = _take_q(sizes, scratch, q_slot, factor)
+    q, start = _take_q(sizes, inputs, scratch, q_slot, tiles, tables, factor)
 
     def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         highest, total, acc = carry
@@ -76,9 +85,7 @@ def attend_tiles(
         acc = tuple(a * across_rows(rescale, a) + u for a, u in zip(acc, update, strict=True))
         return new_highest, total, acc
 
-    start = (full((columns,), MIN_SCORE, _WGMMA.reduce(0)), full((_ROWS, columns), 0.0, _WGMMA))
-    zeros = tuple(full((64, columns), 0.0, _WGMMA) for _ in range(sizes.parts))
-    highest, total, acc = lax.fori_loop(tiles.begin, tiles.end, step, (*start, zeros))
+    highest, total, acc = lax.fori_loop(tiles.begin, tiles.end, step, start)
     plgpu.barrier_arrive(scratch.q_free.at[q_slot])
     total = total.sum(axis=0)
     total = jnp.where(total == 0, 1.0, total)
@@ -95,15 +102,39 @@ def _maximum(parts: list[jax.Array]) -> jax.Array:
     return highest
 
 
-def _take_q(sizes: DecodeSizes, scratch: DecodeScratch, q_slot: jax.Array, factor: Any) -> Ref:
-    """The item's q, [columns, H], as the products take it: with 8-bit keys in float16, and times the factor."""
-    if not sizes.is_narrow:
-        return scratch.q.at[q_slot]
-    q = plgpu.load(scratch.q.at[q_slot].transpose((1, 0)), layout=_WGMMA, optimized=False).astype(jnp.float32) * factor
-    limit = float(jnp.finfo(jnp.float16).max)
-    scratch.q_half.transpose((1, 0))[...] = jnp.minimum(jnp.maximum(q, -limit), limit).astype(jnp.float16)
+def _take_q(
+    sizes: DecodeSizes,
+    inputs: DecodeInputs,
+    scratch: DecodeScratch,
+    q_slot: jax.Array,
+    tiles: ItemTiles,
+    tables: Tables | None,
+    factor: Any,
+) -> tuple[Ref, tuple[Any, ...]]:
+    """The item's q, [columns, H], as the products take it, and what its softmax starts from.
+
+    With 8-bit keys q is in float16 and times the factor.
+    """
+    columns = sizes.columns
+    here = scratch.q.at[q_slot]
+    parts = [pl.ds(part * _ROWS, _ROWS) for part in range(sizes.parts)]
+    if tables is not None:
+        values, start = take_newest(sizes, inputs, scratch, q_slot, tiles.item, tiles.begin == 0, tables, factor)
+    else:
+        zeros = tuple(full((_ROWS, columns), 0.0, _WGMMA) for _ in parts)
+        start = (full((columns,), MIN_SCORE, _WGMMA.reduce(0)), full((_ROWS, columns), 0.0, _WGMMA), zeros)
+        if not sizes.is_narrow:
+            return here, start
+        loads = [plgpu.load(here.at[:, rows].transpose((1, 0)), layout=_WGMMA, optimized=False) for rows in parts]
+        values = [x.astype(jnp.float32) for x in loads]
+    q = here
+    if sizes.is_narrow:
+        q, limit = scratch.q_half, float(jnp.finfo(jnp.float16).max)
+        values = [jnp.minimum(jnp.maximum(x * factor, -limit), limit) for x in values]
+    for rows, x in zip(parts, values, strict=True):
+        q.at[:, rows].transpose((1, 0))[...] = x.astype(sizes.product_dtype)
     plgpu.commit_smem()
-    return scratch.q_half
+    return q, start
 
 
 def _scores(sizes: DecodeSizes, scratch: DecodeScratch, slot: jax.Array, q: Ref) -> list[jax.Array]:
@@ -146,7 +177,7 @@ def _values(
 ) -> tuple[jax.Array, ...]:
     """V^T P^T of a tile in parts f32[64, columns]; releases the slot."""
     values = scratch.v_wide if sizes.is_narrow else scratch.v.at[slot]
-    has_unseen = length - first_key < sizes.config.tile
+    has_unseen = sizes.num_seen(length) - first_key < sizes.config.tile
     if sizes.sliding_window is not None:
         has_unseen = jnp.logical_or(has_unseen, length - sizes.sliding_window > first_key)
 
@@ -176,7 +207,7 @@ def _values(
 def _is_seen(sizes: DecodeSizes, shape: tuple[int, ...], length: jax.Array, first_key: jax.Array) -> jax.Array:
     """Which rows, keys from `first_key` on, the query sees."""
     key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA)
-    seen = key < length - first_key
+    seen = key < sizes.num_seen(length) - first_key
     if sizes.sliding_window is None:
         return seen
     return jnp.logical_and(seen, key >= length - sizes.sliding_window - first_key)

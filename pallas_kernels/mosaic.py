@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import matmul_sizes, reference_matmul, rope_write, row_kernels, skinny_matmul
 from pallas_kernels.common import plgpu
-from pallas_kernels.decode import paged_decode
+from pallas_kernels.decode import paged_decode, write_and_decode
+from pallas_kernels.decode_sizes import takes_merged_qkv
 from pallas_kernels.layer_slice import LayerArray
 from pallas_kernels.prefill import paged_prefill
 from pallas_kernels.reference_matmul import Activation, MatmulStage
@@ -141,11 +142,28 @@ def paged_attention(
 ) -> jax.Array:
     """See ops.paged_attention. One kernel in a decode bucket, two in a mixed one; both write one array in place."""
     num_heads, head_dim = q.shape[1:]
+    config = _config_of(q.dtype, num_heads, head_dim, kv_cache, sliding_window, backend)
+    interpret = backend == "mosaic_gpu_interpret"
+    options |= {"sliding_window": sliding_window, "config": config, "interpret": interpret}
+    padded = jnp.pad(q, ((0, 0), (0, 0), (0, kv_cache.shape[-1] - head_dim)))
+    out = attend(padded, kv_cache, layer, block_tables, seq_lens, query_start_loc, work, **options)
+    return out[..., :head_dim]
+
+
+def _config_of(
+    dtype: Any,
+    num_heads: int,
+    head_dim: int,
+    kv_cache: jax.Array,
+    sliding_window: int | jax.Array | None,
+    backend: Backend,
+) -> AttentionConfig:
+    """The configuration for a cache; raises NotImplementedError where nothing has kernels."""
     num_kv_heads, block_size, cache_dim = kv_cache.shape[3:]
     if isinstance(sliding_window, jax.Array):
         raise NotImplementedError(f"{backend} has no kernel for a window that is an array; use backend 'reference'")
     reason = unsupported_reason(
-        dtype=q.dtype,
+        dtype=dtype,
         head_dim=head_dim,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -156,14 +174,12 @@ def paged_attention(
         reason = f"a cache of head_dim {cache_dim}, which must be padded to {cache_head_dim(head_dim)}"
     if reason is not None:
         raise NotImplementedError(f"{backend} attention: {reason}; use backend 'reference'")
-    interpret = backend == "mosaic_gpu_interpret"
-    config = attention_config(
-        interpret=interpret, block_size=block_size, head_dim=cache_dim, cache_bytes=kv_cache.dtype.itemsize
+    return attention_config(
+        interpret=backend == "mosaic_gpu_interpret",
+        block_size=block_size,
+        head_dim=cache_dim,
+        cache_bytes=kv_cache.dtype.itemsize,
     )
-    options |= {"sliding_window": sliding_window, "config": config, "interpret": interpret}
-    padded = jnp.pad(q, ((0, 0), (0, 0), (0, cache_dim - head_dim)))
-    out = attend(padded, kv_cache, layer, block_tables, seq_lens, query_start_loc, work, **options)
-    return out[..., :head_dim]
 
 
 def attend(
@@ -175,18 +191,34 @@ def attend(
     query_start_loc: jax.Array,
     work: AttentionWork,
     *,
+    config: AttentionConfig,
+    interpret: bool = False,
+    **options: Any,
+) -> jax.Array:
+    """Attention with a given configuration, the one that cut `work`. Arguments as in ops.paged_attention."""
+    options = _kernel_options(kv_cache, interpret=interpret, **options)
+    decode_work = work.decode_with(options["sliding_window"])
+    rows = (block_tables, seq_lens, query_start_loc[-1])
+    out = paged_decode(q, kv_cache, layer, *rows, decode_work, config=config.decode, **options)
+    if work.prefill is None:
+        return out
+    return paged_prefill(q, kv_cache, layer, block_tables, out, work.prefill, config=config.prefill, **options)
+
+
+def _kernel_options(
+    kv_cache: jax.Array,
+    *,
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     kv_scale: LayerArray | None = None,
-    config: AttentionConfig,
-    interpret: bool = False,
-) -> jax.Array:
-    """Attention with a given configuration, the one that cut `work`. Arguments as in ops.paged_attention."""
+    interpret: bool,
+) -> dict[str, Any]:
+    """What the attention kernels take by name."""
     if kv_cache.dtype.itemsize == 1 and kv_scale is None:
         kv_scale = jnp.ones(2, jnp.float32)
-    options: dict[str, Any] = {
+    return {
         "scale": scale,
         "sliding_window": sliding_window,
         "soft_cap": soft_cap,
@@ -194,12 +226,60 @@ def attend(
         "kv_scale": kv_scale,
         "interpret": plgpu.InterpretGPUParams() if interpret else False,
     }
-    decode_work = work.decode_with(sliding_window)
+
+
+def rope_write_and_attend(
+    qkv: jax.Array,
+    kv_cache: jax.Array,
+    slot_mapping: jax.Array,
+    layer: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    work: AttentionWork,
+    *,
+    rope: tuple[jax.Array, jax.Array] | None,
+    norm: HeadNorm | None,
+    sliding_window: int | jax.Array | None,
+    kv_scale: LayerArray | None,
+    backend: Backend,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """See ops.rope_write_and_attend. One kernel where its windows of qkv allow it, else the two of its parts."""
+    num_kv_heads, parts, head_dim = qkv.shape[1:]
+    rows = (block_tables, seq_lens, query_start_loc)
+    options |= {"sliding_window": sliding_window, "kv_scale": kv_scale}
+    config = _config_of(qkv.dtype, num_kv_heads * (parts - 2), head_dim, kv_cache, sliding_window, backend)
+    is_whole = rope is None or 2 * rope[0].shape[-1] == head_dim
+    if not is_whole or head_dim != kv_cache.shape[-1] or not takes_merged_qkv(parts - 2, head_dim):
+        to_write = {"rope": rope, "norm": norm, "kv_scale": kv_scale, "backend": backend}
+        q, kv_cache = rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, **to_write)
+        return paged_attention(q, kv_cache, layer, *rows, work, **options, backend=backend), kv_cache
+    options |= {"rope": rope, "norm": norm, "config": config, "interpret": backend == "mosaic_gpu_interpret"}
+    return write_and_attend(qkv, kv_cache, slot_mapping, layer, *rows, work, **options)
+
+
+def write_and_attend(
+    qkv: jax.Array,
+    kv_cache: jax.Array,
+    slot_mapping: jax.Array,
+    layer: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    work: AttentionWork,
+    *,
+    rope: tuple[jax.Array, jax.Array] | None,
+    norm: HeadNorm | None,
+    config: AttentionConfig,
+    interpret: bool = False,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """The one kernel with a given configuration, the one that cut `work`."""
+    options = _kernel_options(kv_cache, interpret=interpret, **options) | {"rope": rope, "norm": norm}
+    decode_work = work.decode_with(options["sliding_window"])
     rows = (block_tables, seq_lens, query_start_loc[-1])
-    out = paged_decode(q, kv_cache, layer, *rows, decode_work, config=config.decode, **options)
-    if work.prefill is None:
-        return out
-    return paged_prefill(q, kv_cache, layer, block_tables, out, work.prefill, config=config.prefill, **options)
+    return write_and_decode(qkv, kv_cache, slot_mapping, layer, *rows, decode_work, config=config.decode, **options)
 
 
 def rope_and_write_kv(

@@ -127,6 +127,60 @@ def paged_attention(
     return mosaic.paged_attention(q, kv_cache, layer, *rows, work, **options, backend=backend)
 
 
+def rope_write_and_attend(
+    qkv: jax.Array,
+    kv_cache: jax.Array,
+    slot_mapping: jax.Array,
+    layer: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    num_reqs: jax.Array,
+    work: AttentionWork | None = None,
+    *,
+    rope: tuple[jax.Array, jax.Array] | None = None,
+    norm: HeadNorm | None = None,
+    scale: float,
+    sliding_window: int | jax.Array | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    kv_scale: LayerArray | None = None,
+    backend: Backend = "reference",
+) -> tuple[jax.Array, jax.Array]:
+    """rope_and_write_kv and then paged_attention of kind "decode", in one: T == R and one token in every real row.
+
+    Args:
+      qkv, kv_cache, slot_mapping, layer, rope, norm, kv_scale: as in rope_and_write_kv; the cache is consumed.
+      block_tables, seq_lens, query_start_loc, num_reqs, work, scale, sliding_window, soft_cap, sinks: as in
+        paged_attention. The slot of a row's token is the one of its key seq_lens - 1.
+      backend: static; chosen once by the runner.
+
+    Returns:
+      [T, N, H] of paged_attention, and kv_cache of rope_and_write_kv.
+
+    Raises:
+      ValueError: shapes or dtypes disagree, or the backend is unknown.
+      NotImplementedError: the backend has no kernel for these arguments.
+    """
+    check_backend(backend)
+    check_write(qkv, kv_cache, slot_mapping, layer, rope=rope, norm=norm, kv_scale=kv_scale)
+    num_tokens, num_kv_heads, parts, head_dim = qkv.shape
+    q = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * (parts - 2), head_dim), qkv.dtype)
+    rows = (block_tables, seq_lens, query_start_loc, num_reqs, num_reqs)
+    check_attention(q, kv_cache, layer, *rows, sinks=sinks, kv_scale=kv_scale, kind="decode")
+    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    options |= {"sinks": sinks, "kv_scale": kv_scale}
+    if backend == "reference":
+        to_write = {"rope": rope, "norm": norm, "kv_scale": kv_scale}
+        q, kv_cache = reference_rope_write.rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, **to_write)
+        return reference.paged_attention(q, kv_cache, layer, *rows, kind="decode", **options), kv_cache
+    if work is None:
+        raise ValueError(f"work=None, expected what make_attention_work returns for {backend=}")
+    rows = (block_tables, seq_lens, query_start_loc)
+    options |= {"rope": rope, "norm": norm, "backend": backend}
+    return mosaic.rope_write_and_attend(qkv, kv_cache, slot_mapping, layer, *rows, work, **options)
+
+
 def matmul_stages(
     x: jax.Array,
     stages: tuple[MatmulStage, ...],

@@ -3,6 +3,8 @@
 from scheduler.request import Request, RequestStatus
 from scheduler.scheduler import Scheduler
 
+RUNNING = RequestStatus.RUNNING  # looked up for each token otherwise
+
 
 class AsyncScheduler(Scheduler):
     """Schedules step N + 1 while step N runs: one step may be in flight during schedule().
@@ -14,14 +16,14 @@ class AsyncScheduler(Scheduler):
 
     def _advance(self, scheduled: list[Request], num_scheduled_tokens: dict[str, int]) -> None:
         for request, num_new in zip(scheduled, num_scheduled_tokens.values(), strict=True):
-            request.num_computed_tokens += num_new
-            if request.num_computed_tokens >= request.num_tokens + request.num_output_placeholders:
-                request.num_output_placeholders += 1
+            num_computed = request.num_computed_tokens = request.num_computed_tokens + num_new
+            num_placeholders = request.num_output_placeholders
+            if num_computed >= request.num_tokens + num_placeholders:
+                request.num_output_placeholders = num_placeholders + 1
 
     def _append_token(self, request: Request, token_id: int) -> None:
         request.append_token(token_id)
-        request.num_output_placeholders -= 1
-        if request.status is RequestStatus.RUNNING:  # a pre-empted one holds no blocks
-            num_filled = request.num_computed_tokens - request.num_output_placeholders
-            if num_filled > request.num_ready_tokens:
-                self.kv.publish_full_blocks(request, num_filled)
+        num_placeholders = request.num_output_placeholders = request.num_output_placeholders - 1
+        # A pre-empted request holds no blocks.
+        if request.num_computed_tokens - num_placeholders > request.num_ready_tokens and request.status is RUNNING:
+            self.kv.publish_full_blocks(request, request.num_computed_tokens - num_placeholders)

@@ -175,11 +175,14 @@ class Batch:
 
     def _append_blocks(self, scheduler_output: SchedulerOutput, changes: BatchChanges) -> None:
         cached = scheduler_output.scheduled_cached_requests
-        for request_id, blocks in zip(cached.request_ids, cached.new_block_ids, strict=True):
+        for index, blocks in enumerate(cached.new_block_ids):
+            if blocks is None:
+                continue
+            request_id = cached.request_ids[index]
             if request_id in cached.resumed_request_ids:
-                row = self._admit(request_id, cached.all_token_ids[request_id], blocks or [])
+                row = self._admit(request_id, cached.all_token_ids[request_id], blocks)
                 changes.admitted[request_id] = row
-            elif blocks:
+            else:
                 row = self.row_of[request_id]
                 start = self._num_blocks[row]
                 self._num_blocks[row] = start + len(blocks)

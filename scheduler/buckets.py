@@ -5,6 +5,7 @@ plain data (sizes for decode steps, sizes for mixed steps), whatever strategy ma
 """
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -16,7 +17,10 @@ StepKind = Literal["decode", "mixed"]
 DEFAULT_MAX_PROGRAMS = 24
 FEW_REQS = 32  # a mixed step of a few long prompts should not pay for max_num_seqs rows of logits
 SOME_REQS = 256  # rows of the finer line of geometric
-ROW_COST_TOKENS = 0.5  # what a row of logits and sampling costs, in tokens; of Qwen3-0.6B
+FINER_DECODE_SIZES = (96, 192)  # of geometric, too
+MIN_FACTOR = 1.4  # of geometric; prompts are cut where buckets end, and below this more of them save next to nothing
+ROW_COST_TOKENS = 0.3  # what a row of logits costs, in tokens; of Qwen3-0.6B (0.5 us of 1.9)
+PADS_WORTH_A_STEP = 128  # simulated with measured times of Qwen3-0.6B, 64 to 256 are alike
 # Below this, the weights' bytes bound a mixed step and rows of logits are nearly free: one R is enough.
 MIN_TOKENS_FOR_FEW_REQS = 512
 MIN_MIXED_TOKENS = 16
@@ -66,6 +70,7 @@ class BucketPolicy:
         every decode bucket that holds it, or none does.
       mixed_sizes: ascending (T, R); the last one covers both limits.
       row_cost_tokens: what a row costs, in tokens; a mixed step runs in the bucket that costs the least by it.
+      pads_worth_a_step: as many pads cost as much as a mixed step in the place of a decode step; see fitted_chunk.
 
     Raises:
       ValueError: sizes are not ascending, or some legal step has no bucket.
@@ -77,6 +82,7 @@ class BucketPolicy:
     decode_sizes: tuple[int, ...]
     mixed_sizes: tuple[tuple[int, int], ...]
     row_cost_tokens: float = 0.0
+    pads_worth_a_step: int = PADS_WORTH_A_STEP
 
     def __post_init__(self) -> None:
         for sizes in (self.decode_sizes, self.mixed_sizes):
@@ -117,6 +123,24 @@ class BucketPolicy:
             return BucketKey("decode", size, size)
         return BucketKey("mixed", *mixed)
 
+    def fitted_chunk(self, num_before: int, num_new: int, num_reqs: int) -> int:
+        """How much of a prompt to compute at the end of a step: all that fits, or as much as fills a smaller bucket.
+
+        What is left then makes the next step a mixed one, if that would not be one anyway. Where no other request needs
+        that step, a prompt stays whole.
+
+        Args:
+          num_before: tokens that the step has without it.
+          num_new: tokens of the prompt that the step could take.
+          num_reqs: requests of the step, with it.
+        """
+        num_tokens = num_before + num_new
+        num_pads = self.select("mixed", num_tokens, num_reqs).T - num_tokens
+        if num_reqs == 1 or num_pads <= self.pads_worth_a_step:
+            return num_new
+        smaller = (T for T, R in self.mixed_sizes if num_before < T < num_tokens and num_reqs <= R)
+        return max(smaller, default=num_tokens) - num_before
+
     def _tokens(self, T: int, R: int) -> float:
         """What a bucket costs, in tokens."""
         return T + self.row_cost_tokens * R
@@ -154,7 +178,7 @@ class BucketPolicy:
         mixed = {(min(T, max_num_batched_tokens), min(R, max_num_seqs)) for T, R in self.mixed_sizes}
         return BucketPolicy(
             self.name, max_num_seqs, max_num_batched_tokens, tuple(sorted(decode)), tuple(sorted(mixed)),
-            self.row_cost_tokens,
+            self.row_cost_tokens, self.pads_worth_a_step,
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
@@ -232,7 +256,8 @@ def geometric(
     min_mixed_size: int = MIN_MIXED_TOKENS,
 ) -> BucketPolicy:
     """Two lines of mixed sizes: powers of two with rows for all, and for up to SOME_REQS requests what is left of the
-    budget, each size larger than the one before by the same factor. Decode sizes double.
+    budget, each size larger than the one before by the same factor, at least MIN_FACTOR. Decode sizes double, and there
+    are more of them where a busy engine runs.
 
     Mixed steps cost in proportion to their tokens and mostly have few requests, so that is where programs pay.
 
@@ -243,17 +268,19 @@ def geometric(
       ValueError: max_programs is too small even for powers of two.
     """
     base = powers_of_two(max_num_seqs, max_num_batched_tokens, max_programs, min_decode_size, min_mixed_size)
+    decode = tuple(sorted({*base.decode_sizes, *(size for size in FINER_DECODE_SIZES if size < max_num_seqs)}))
     rows = min(SOME_REQS, max_num_seqs)
     smallest = base.mixed_sizes[0][0]
     # Where all rows are as few as some, one line serves both.
     many = {(T, min(T, max_num_seqs)) for T, _ in base.mixed_sizes if max_num_seqs <= T and rows < max_num_seqs}
     many.add((max_num_batched_tokens, min(max_num_batched_tokens, max_num_seqs)))
-    num_few = max_programs - len(base.decode_sizes) - len(many)
-    factor = (max_num_batched_tokens / smallest) ** (1 / max(num_few, 1))
+    ratio = max_num_batched_tokens / smallest
+    num_few = min(max_programs - len(decode) - len(many), math.ceil(math.log(ratio, MIN_FACTOR)))
+    factor = ratio ** (1 / max(num_few, 1))
     tokens = {min(-(-int(smallest * factor**i) // 32) * 32, max_num_batched_tokens) for i in range(num_few)}
     few = {(T, min(T, rows)) for T in tokens if max_num_batched_tokens > T}
     return BucketPolicy(
-        "geometric", max_num_seqs, max_num_batched_tokens, base.decode_sizes, tuple(sorted(many | few)), ROW_COST_TOKENS
+        "geometric", max_num_seqs, max_num_batched_tokens, decode, tuple(sorted(many | few)), ROW_COST_TOKENS
     )
 
 

@@ -8,6 +8,11 @@ from typing import Literal
 class SchedulerConfig:
     """Limits of a step and of a request; names and meaning as in vLLM.
 
+    Attributes:
+      num_growth_tokens: beside running requests one is admitted only if all may grow by so many tokens each, or to
+        their ends, in the blocks that are free. vLLM keeps none for that (0): it admits what it soon pre-empts, and
+        computes it again.
+
     Raises:
       ValueError: a limit is not positive, or two limits contradict each other.
     """
@@ -20,6 +25,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0  # 0: off
     reserve_full_isl: bool = True  # admit a request only if its whole prompt fits the free blocks
     async_scheduling: bool = True
+    num_growth_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -38,8 +44,9 @@ class SchedulerConfig:
                 f"max_model_len={self.max_model_len} when chunked prefill is off: raise it, lower "
                 "max_model_len, or leave enable_chunked_prefill on."
             )
-        if self.long_prefill_token_threshold < 0:
-            raise ValueError(f"long_prefill_token_threshold={self.long_prefill_token_threshold} must not be negative.")
+        for name in ("long_prefill_token_threshold", "num_growth_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
 
 
 @dataclass(frozen=True, slots=True)

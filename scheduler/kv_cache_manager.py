@@ -44,6 +44,7 @@ class KVCacheManager:
         hit_block_ids: Sequence[int] = (),
         *,
         full_sequence_must_fit: bool = False,
+        num_reserved_blocks: int = 0,
     ) -> list[int] | None:
         """Give a request room for its next tokens and publish the blocks that they fill.
 
@@ -54,12 +55,12 @@ class KVCacheManager:
           num_new_tokens: tokens to compute in the step being built, after the hits.
           hit_block_ids: blocks found by get_computed_blocks, for a request that holds none.
           full_sequence_must_fit: give nothing unless the free blocks could hold all its known tokens.
+          num_reserved_blocks: free blocks that are not for it.
         Returns: ids of the blocks appended after the hits, or None (and no change) if too few are free.
         """
-        num_computed = request.num_computed_tokens + len(hit_block_ids) * self.block_size
-        num_tokens = num_computed + num_new_tokens
+        num_tokens = request.num_computed_tokens + len(hit_block_ids) * self.block_size + num_new_tokens
         num_held = len(request.block_ids) + len(hit_block_ids)
-        num_free = self.pool.num_free_blocks
+        num_free = self.pool.num_free_blocks - num_reserved_blocks
         if hit_block_ids:
             ref_counts = self.pool.ref_counts
             num_free -= sum(ref_counts[block] == 0 for block in hit_block_ids)

@@ -1,7 +1,9 @@
 """How a step's logprobs lie in one int32 row a request, and how the host reads them (floats as bit views)."""
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
+from struct import iter_unpack
 
 import numpy as np
 
@@ -39,27 +41,28 @@ def read_logprobs(packed: np.ndarray, num_entries: int, listed_ids: list[int] | 
     return TokenLogprobs(ids[:num_entries].tolist(), values[:num_entries].tolist(), rank)
 
 
-def read_step(
-    packed: np.ndarray, rows: Sequence[tuple[int, int, list[int] | None]]
-) -> Iterator[tuple[int, TokenLogprobs]]:
-    """The same for many rows of a step, each with its number: a few conversions for all of them.
+def read_step(packed: np.ndarray, rows: Iterable[tuple[int, int, list[int] | None]]) -> Iterator[tuple[int, bytes]]:
+    """The same for rows of a step, each with its number and packed (TokenLogprobs.pack): a few copies for all of them.
 
     Args:
       packed: i32[R, LOGPROBS_WIDTH].
       rows: (row, num_entries, listed_ids), see read_logprobs.
     """
-    width = max((num_entries for _, num_entries, listed_ids in rows if not listed_ids), default=0)
-    floats = packed.view(np.float32)
-    ranks = packed[:, LogprobColumn.RANK].tolist()
-    ids = packed[:, LogprobColumn.IDS : LogprobColumn.IDS + width].tolist()
-    values = floats[:, LogprobColumn.VALUES : LogprobColumn.VALUES + width].tolist()
+    by_count: defaultdict[int, list[int]] = defaultdict(list)
     for row, num_entries, listed_ids in rows:
         if listed_ids:
-            yield row, read_logprobs(packed[row], num_entries, listed_ids)
-        elif num_entries == width:
-            yield row, TokenLogprobs(ids[row], values[row], ranks[row])
+            yield row, read_logprobs(packed[row], num_entries, listed_ids).pack()
         else:
-            yield row, TokenLogprobs(ids[row][:num_entries], values[row][:num_entries], ranks[row])
+            by_count[num_entries].append(row)
+    for count, of_count in by_count.items():
+        chosen = np.array(of_count)
+        found = np.ones((len(of_count), 2 + 2 * count), np.int32)  # is_ranked stays 1
+        found[:, 0] = packed[chosen, LogprobColumn.RANK]
+        found[:, 2 : 2 + count] = packed[chosen, LogprobColumn.IDS : LogprobColumn.IDS + count]
+        found[:, 2 + count :] = packed[chosen, LogprobColumn.VALUES : LogprobColumn.VALUES + count]
+        pieces = iter_unpack(f"{found.itemsize * found.shape[1]}s", found.tobytes())
+        for row, (piece,) in zip(of_count, pieces, strict=True):
+            yield row, piece
 
 
 def read_dense(logprobs: np.ndarray, target: int, num_logprobs: int) -> TokenLogprobs:

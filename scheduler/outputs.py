@@ -4,7 +4,10 @@ All of it is columns (parallel lists), not one object a request: a steady decode
 that the garbage collector has to follow, and a message is a few flat lists.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from struct import Struct
 from typing import TYPE_CHECKING
 
 from scheduler.sampling_params import SamplingParams
@@ -85,10 +88,27 @@ class TokenLogprobs:
       is_ranked: the tokens behind the first have the ranks 1, 2, ...; False: they are logprob_token_ids.
     """
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
     rank: int
     is_ranked: bool = True
+
+    def pack(self) -> bytes:
+        """As an int32 of each of rank, is_ranked and the token ids, and a float32 of each logprob."""
+        layout = _packed_layout(len(self.token_ids))
+        return layout.pack(self.rank, self.is_ranked, *self.token_ids, *self.logprobs)
+
+    @staticmethod
+    def unpack(packed: bytes) -> "TokenLogprobs":
+        """What pack() made, or read_step (scheduler.logprob_columns)."""
+        count = len(packed) // 8 - 1
+        rank, is_ranked, *entries = _packed_layout(count).unpack(packed)
+        return TokenLogprobs(entries[:count], entries[count:], rank, bool(is_ranked))
+
+
+@cache
+def _packed_layout(count: int) -> Struct:
+    return Struct(f"={2 + count}i{count}f")
 
 
 @dataclass(slots=True)
@@ -105,12 +125,13 @@ class ModelRunnerOutput:
 
     Attributes:
       sampled_token_ids: the token; a request whose prompt is not finished has no entry.
-      logprobs: of that token, where they were asked for.
+      logprobs: of that token, where they were asked for, as TokenLogprobs packed: bytes are nothing that the loop
+        would have to make lists of, encode, or hand to the garbage collector.
       prompt_logprobs: of the prompt tokens in the step, where they were asked for.
     """
 
     sampled_token_ids: dict[str, int] = field(default_factory=dict)
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[str, bytes] = field(default_factory=dict)
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
 
 
@@ -145,7 +166,7 @@ class EngineCoreOutputs:
     Attributes:
       request_ids, new_token_ids: parallel; one entry for each request that got a token.
       num_cached_tokens: for requests whose first token this is: prompt tokens found in the prefix cache.
-      logprobs: of the new tokens, by request, where they were asked for.
+      logprobs: of the new tokens, by request, where they were asked for, as in ModelRunnerOutput.
       prompt_logprobs: of prompt tokens, as far as the step computed them; the rest of them came or comes with other
         steps, all of them before or with the first token.
       finished: those that ended in this step, with a last token above or (abort, error) without.
@@ -157,7 +178,7 @@ class EngineCoreOutputs:
     new_token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
     finished: dict[str, FinishedRequest] = field(default_factory=dict)
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[str, bytes] = field(default_factory=dict)
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     timestamp: float = 0.0
     request_times: dict[str, tuple[float, float]] = field(default_factory=dict)

@@ -287,10 +287,11 @@ def _fill_positions(fields: dict[str, np.ndarray], token_rows: np.ndarray, posit
     """positions and slot_mapping of the real tokens, whose rows and positions these are."""
     block_size, n = batch.limits.block_size, len(positions)
     fields["positions"][:n] = positions
-    block_indices, offsets = np.divmod(positions, block_size)
+    block_indices = positions // block_size
     slots = batch.block_tables[token_rows, block_indices]
+    slots -= block_indices  # the offset in the block is what the position has beyond that many blocks
     slots *= block_size
-    np.add(slots, offsets, out=fields["slot_mapping"][:n])
+    np.add(slots, positions, out=fields["slot_mapping"][:n])
 
 
 def _fill_input_ids(input_ids: np.ndarray, step: StepRows, batch: Batch) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from scheduler.buckets import BucketPolicy
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.grammar import RequestGrammar
 from scheduler.intake import admit_lengths
@@ -40,8 +41,17 @@ class Scheduler:
     engine core dies of it.
     """
 
-    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache_config: CacheConfig, bucket_policy: BucketPolicy | None = None
+    ) -> None:
+        """Begin without requests.
+
+        Args:
+          bucket_policy: what steps are padded to. The last part of a prompt in a step ends where a bucket does, unless
+            few pads are saved; what is left goes into the next step. None: steps are as vLLM's.
+        """
         self.config = config
+        self._bucket_policy = bucket_policy if config.enable_chunked_prefill else None
         self.kv = KVCacheManager(cache_config)
         self.requests: dict[str, Request] = {}  # unfinished ones
         self.running: list[Request] = []
@@ -122,21 +132,27 @@ class Scheduler:
         return output
 
     def _schedule_running(self, step: StepBuilder) -> None:
-        running = self.running
+        running, block_size = self.running, self.kv.block_size
         threshold = self.config.long_prefill_token_threshold
         index = 0
         while index < len(running) and step.budget > 0:
             request = running[index]
             index += 1
-            num_known = request.num_tokens + request.num_output_placeholders
-            num_new = num_known - request.num_computed_tokens
+            num_placeholders, num_computed = request.num_output_placeholders, request.num_computed_tokens
+            num_known = request.num_tokens + num_placeholders
+            num_new = num_known - num_computed
             if num_new == 0 or num_known >= request.max_num_tokens:
                 continue  # its next token, or its last one, is in flight
-            if request.grammar is not None and (request.num_output_placeholders or request.grammar.mask is None):
+            if request.grammar is not None and (num_placeholders or request.grammar.mask is None):
                 continue  # what may come next depends on a token in flight, or is still being computed
             if num_new > 1:
                 num_new = min(num_new, threshold or num_new, step.budget)
-            if request.num_computed_tokens + num_new > request.num_ready_tokens:
+                if index == len(running) and not (self.waiting or self.skipped):
+                    num_new = self._fitted_chunk(step, num_new)
+            if num_computed + num_new > request.num_ready_tokens and not (
+                # A token in flight cannot complete a block that others may find, so room is all that it needs.
+                num_placeholders and num_computed + num_new <= len(request.block_ids) * block_size
+            ):
                 new_block_ids = self.kv.allocate_slots(request, num_new)
                 while new_block_ids is None:
                     victim_index = self._choose_victim()
@@ -209,8 +225,14 @@ class Scheduler:
         if num_new > step.budget and not config.enable_chunked_prefill:
             return False
         num_new = min(num_new, step.budget)
+        if len(self.waiting) + len(self.skipped) == 1 or len(self.running) + 1 == config.max_num_seqs:
+            num_new = self._fitted_chunk(step, num_new)
         new_block_ids = self.kv.allocate_slots(
-            request, num_new, hit_block_ids, full_sequence_must_fit=config.reserve_full_isl
+            request,
+            num_new,
+            hit_block_ids,
+            full_sequence_must_fit=config.reserve_full_isl,
+            num_reserved_blocks=self._num_growth_blocks(request),
         )
         if new_block_ids is None:
             return False
@@ -221,6 +243,26 @@ class Scheduler:
         step.admitted.append(request)
         step.budget -= num_new
         return True
+
+    def _num_growth_blocks(self, admitted: Request) -> int:
+        """Blocks that the running requests and one to be admitted may soon ask for; 0 where far more are free."""
+        num_tokens, block_size = self.config.num_growth_tokens, self.kv.block_size
+        most = (len(self.running) + 1) * (num_tokens // block_size + 1) + self.config.max_model_len // block_size
+        if not num_tokens or not self.running or self.kv.pool.num_free_blocks > most:
+            return 0
+        needed = 0
+        for request in (*self.running, admitted):
+            num_held = len(request.block_ids) or -(-request.num_tokens // block_size)
+            num_later = min(request.num_tokens + num_tokens, request.max_num_tokens)
+            needed += -(-num_later // block_size) - num_held
+        return needed
+
+    def _fitted_chunk(self, step: StepBuilder, num_new: int) -> int:
+        """How much of a prompt to compute if nothing comes behind it in a step."""
+        if self._bucket_policy is None:
+            return num_new
+        num_before = self.config.max_num_batched_tokens - step.budget
+        return self._bucket_policy.fitted_chunk(num_before, num_new, len(step.scheduled) + 1)
 
     def _end_failed_grammars(self) -> None:
         """End the requests whose grammar could not be compiled, or not be followed further."""
@@ -273,23 +315,21 @@ class Scheduler:
         for request_id, part in model_runner_output.prompt_logprobs.items():
             if request_id in self.requests:
                 outputs.prompt_logprobs[request_id] = part
+        requests, append_token = self.requests, self._append_token
+        request_ids, new_token_ids = outputs.request_ids, outputs.new_token_ids
         for request_id in scheduler_output.num_scheduled_tokens:
-            token_id = sampled.get(request_id)
-            request = self.requests.get(request_id)
+            token_id, request = sampled.get(request_id), requests.get(request_id)
             if token_id is None or request is None:
                 continue  # the prompt is not finished, or the request ended while the step was in flight
-            self._append_token(request, token_id)
-            outputs.request_ids.append(request_id)
-            outputs.new_token_ids.append(token_id)
+            append_token(request, token_id)
+            request_ids.append(request_id)
+            new_token_ids.append(token_id)
             if logprobs and request_id in logprobs:
                 outputs.logprobs[request_id] = logprobs[request_id]
-            if request.num_tokens == request.num_prompt_tokens + 1:
+            num_tokens = request.num_tokens
+            if num_tokens == request.num_prompt_tokens + 1:
                 outputs.num_cached_tokens[request_id] = request.num_cached_tokens
-            if (
-                token_id in request.stop_tokens
-                or request.num_tokens >= request.max_num_tokens
-                or request.checks_every_token
-            ):
+            if token_id in request.stop_tokens or num_tokens >= request.max_num_tokens or request.checks_every_token:
                 status = check_stop(request)
                 if status is not None:
                     ended.append((request, status))
@@ -343,8 +383,10 @@ def _grammar(request: Request) -> RequestGrammar:
     return request.grammar
 
 
-def make_scheduler(config: SchedulerConfig, cache_config: CacheConfig) -> Scheduler:
+def make_scheduler(
+    config: SchedulerConfig, cache_config: CacheConfig, bucket_policy: BucketPolicy | None = None
+) -> Scheduler:
     """The scheduler that a configuration asks for."""
     from scheduler.async_scheduler import AsyncScheduler  # which derives from this module's class
 
-    return (AsyncScheduler if config.async_scheduling else Scheduler)(config, cache_config)
+    return (AsyncScheduler if config.async_scheduling else Scheduler)(config, cache_config, bucket_policy)

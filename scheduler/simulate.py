@@ -152,7 +152,7 @@ class Simulation:
           cost_model: gives the time of a step.
           host_ms: time of the host a step, before it can be dispatched; hidden by the device with async scheduling.
         """
-        self.scheduler = make_scheduler(config, cache_config)
+        self.scheduler = make_scheduler(config, cache_config, policy)
         self._trace = trace
         self._policy = policy
         self._cost = cost_model.completed(policy.keys())

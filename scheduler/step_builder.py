@@ -42,8 +42,12 @@ class StepBuilder:
         resumed = [request for request in self.admitted if request.status is RequestStatus.PREEMPTED]
         for request in resumed:
             self.new_block_ids[request.request_id] = request.block_ids.copy()
-        known = self.scheduled[: len(self.scheduled) - len(self.admitted)] + resumed
-        request_ids = [request.request_id for request in known]
+        known = self.scheduled
+        if self.admitted:
+            known = known[: len(known) - len(self.admitted)] + resumed
+            request_ids = [request.request_id for request in known]
+        else:
+            request_ids = list(self.num_scheduled)  # in the order of `scheduled`
         return SchedulerOutput(
             scheduled_new_requests=[_describe_new(request) for request in new],
             scheduled_cached_requests=CachedRequestData(

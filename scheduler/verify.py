@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from scheduler.block_pool import NULL_BLOCK
+from scheduler.buckets import BucketPolicy
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from scheduler.request import Request, RequestStatus
@@ -161,8 +162,10 @@ class CheckedScheduler:
     Raises: AssertionError where the scheduler is wrong.
     """
 
-    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
-        self.scheduler = make_scheduler(config, cache_config)
+    def __init__(
+        self, config: SchedulerConfig, cache_config: CacheConfig, bucket_policy: BucketPolicy | None = None
+    ) -> None:
+        self.scheduler = make_scheduler(config, cache_config, bucket_policy)
         self.device = PrefixDevice(cache_config)
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.max_in_flight = 2 if config.async_scheduling else 1

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import kernel_shapes as shapes
 from kernel_checks import Check, CheckShape
-from kernel_rows import Measurement, Row, decode_row, mixed_row, prefill_row, work_row, write_row
+from kernel_rows import Measurement, Row, decode_row, mixed_row, prefill_row, work_row, write_and_decode_row, write_row
 
 from jaxvllm.compile_cache import compiler_options
 from pallas_kernels.arg_specs import HEAD_SHAPES, HeadShape
@@ -62,10 +62,14 @@ SECTIONS = {
 }
 
 
+GEMMA: dict[str, Any] = {"sliding_window": 300, "soft_cap": 50.0}
+
+
 def plan_rows(section: str) -> Iterable[partial[Measurement]]:
     """What a section times, the most wanted first."""
     if section == "decode":
-        return [partial(decode_row, shape) for shape in shapes.DECODE_SHAPES]
+        rows = [partial(decode_row, shape) for shape in shapes.DECODE_SHAPES]
+        return [*(partial(write_and_decode_row, shape) for shape in shapes.WRITE_AND_DECODE_SHAPES), *rows]
     if section == "rope":
         return [partial(write_row, num_tokens) for num_tokens in shapes.WRITE_TOKENS]
     if section == "prefill":
@@ -78,10 +82,11 @@ def plan_rows(section: str) -> Iterable[partial[Measurement]]:
 
 
 def plan_checks(section: str) -> list[tuple[CheckShape, int]]:
-    """Shapes to check and the number of batches: 100 of the usual ones, and 110 over all that models may want."""
+    """Shapes to check and the number of batches: 150 of the usual ones, and 110 over all that models may want."""
     if not shapes.ON_CARD:
         tiny = CheckShape(HeadShape("tiny", 2, 1, 64), "mixed", 24, 3, max_len=60, num_slots=400)
-        return [(tiny, 2)] if section == "check" else []
+        decode = CheckShape(HeadShape("tiny", 2, 1, 128), "decode", 3, 3, max_len=60, num_slots=400)
+        return [(tiny, 2), (decode, 2)] if section == "check" else []
     heads = {shape.name: shape for shape in HEAD_SHAPES}
     qwen3, llama, smollm2, qwen2 = (heads[n] for n in ("qwen3-0.6b", "llama-3.1-8b", "smollm2-135m", "qwen2-7b"))
     if section == "check":
@@ -91,15 +96,19 @@ def plan_checks(section: str) -> list[tuple[CheckShape, int]]:
         rows.append((CheckShape(qwen3, "decode", 64, 64), 12))
         rows.append((CheckShape(qwen2, "decode", 64, 64, 128), 10))
         rows.append((CheckShape(smollm2, "mixed", 16, 8), 6))
+        rows.append((CheckShape(smollm2, "decode", 8, 8), 6))
+        rows.append((CheckShape(llama, "decode", 33, 33, 32), 10))
+        rows.append((CheckShape(llama, "decode", 64, 64, cache_dtype=shapes.FP8, **GEMMA, has_sinks=True), 10))
+        rows.append((CheckShape(HeadShape("1 of 128", 4, 4, 128), "decode", 64, 64, dtype="float16"), 10))
+        rows.append((CheckShape(HeadShape("gemma", 8, 4, 256), "decode", 64, 64, **GEMMA), 10))
         return rows
     if section != "check breadth":
         return []
-    gemma = {"sliding_window": 300, "soft_cap": 50.0}
     shapes_of_options = [
         (llama, {"cache_dtype": shapes.FP8}),
-        (smollm2, {"cache_dtype": shapes.FP8, "block_size": 32, **gemma, "has_sinks": True}),
+        (smollm2, {"cache_dtype": shapes.FP8, "block_size": 32, **GEMMA, "has_sinks": True}),
         (HeadShape("gemma", 8, 4, 256), {"cache_dtype": shapes.FP8}),
-        (HeadShape("gemma", 8, 4, 256), gemma),
+        (HeadShape("gemma", 8, 4, 256), GEMMA),
         (llama, {"sliding_window": 100, "has_sinks": True}),
         (HeadShape("group 3", 9, 3, 128), {"has_sinks": True, "block_size": 64}),
         (qwen3, {"dtype": "float16", "soft_cap": 20.0}),

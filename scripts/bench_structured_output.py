@@ -94,8 +94,8 @@ class PretendedDevice:
 
     def __init__(self, config: EngineConfig, step_s: float, dispatch_s: float) -> None:
         limits = config.scheduler.max_num_seqs, config.scheduler.max_model_len, config.memory.block_size
-        policy = powers_of_two(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
-        self._planner = Planner(BatchLimits(*limits, VOCAB_SIZE), policy, seed=0)
+        self.bucket_policy = powers_of_two(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+        self._planner = Planner(BatchLimits(*limits, VOCAB_SIZE), self.bucket_policy, seed=0)
         self._step_s, self._dispatch_s, self._is_free_at = step_s, dispatch_s, 0.0
         self._rng = np.random.default_rng(0)
         self._num_computed: dict[str, int] = {}

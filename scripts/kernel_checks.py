@@ -2,7 +2,8 @@
 
 The cache is NaN wherever a batch may not read: null block, tails of last blocks, blocks nobody owns, other layers; so
 are the queries, keys and values of pad tokens. Requests share the blocks of common prefixes. Each batch runs twice and
-has to give the same bits. The cache that the kernel wrote is compared with what the XLA reference writes.
+has to give the same bits. The queries are those of the XLA reference, and the cache that the kernel wrote is compared
+with what that one writes.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from kernel_shapes import BACKEND, MAX_RELATIVE_ERROR, ON_CARD
 
 from pallas_kernels.arg_specs import HeadShape
 from pallas_kernels.mosaic import attend, cache_head_dim
-from pallas_kernels.ops import rope_and_write_kv
+from pallas_kernels.ops import rope_and_write_kv, rope_write_and_attend
 from pallas_kernels.reference_rope_write import HeadNorm
 from pallas_kernels.tuning import AttentionConfig, attention_config
 from pallas_kernels.validation import Backend, Kind
@@ -130,14 +131,19 @@ def random_batch(rng: np.random.Generator, shape: CheckShape) -> Batch:
     )
 
 
-def _write(shape: CheckShape, backend: Backend, base: Any, *args: Any) -> tuple[jax.Array, jax.Array]:
-    """Queries, and the cache with the batch's old and new keys and values."""
+def _to_write(shape: CheckShape, base: Any, *args: Any) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, Any]]:
+    """The step's qkv, the cache with the batch's old keys and values, the slots, and the options of the write."""
     qkv, rope, head_norm, is_old, num_tokens, slot_mapping = args
     qkv = jnp.where(jnp.arange(len(qkv))[:, None, None, None] < num_tokens, qkv, jnp.nan)
     is_layer = jnp.arange(base.shape[0])[:, None, None] == LAYER
     kv_cache = jnp.where((is_old & is_layer)[:, :, None, None, :, None], base, jnp.nan).astype(base.dtype)
-    options = {"rope": rope, "norm": head_norm, "kv_scale": _kv_scale(shape)}
-    return rope_and_write_kv(qkv, kv_cache, slot_mapping, jnp.int32(LAYER), **options, backend=backend)
+    return qkv, kv_cache, slot_mapping, {"rope": rope, "norm": head_norm, "kv_scale": _kv_scale(shape)}
+
+
+def _write(shape: CheckShape, backend: Backend, base: Any, *args: Any) -> tuple[jax.Array, jax.Array]:
+    """Queries, and the cache with the batch's old and new keys and values."""
+    *to_write, options = _to_write(shape, base, *args)
+    return rope_and_write_kv(*to_write, jnp.int32(LAYER), **options, backend=backend)
 
 
 def _kv_scale(shape: CheckShape) -> jax.Array | None:
@@ -148,12 +154,9 @@ def _sinks(shape: CheckShape) -> jax.Array | None:
     return jnp.linspace(-2.0, 4.0, shape.heads.num_heads) if shape.has_sinks else None
 
 
-def _attend(
-    shape: CheckShape, config: AttentionConfig, base: Any, *args: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Write and attention by the kernels: results [T, N, H], queries, cache."""
+def _attend(shape: CheckShape, config: AttentionConfig, base: Any, *args: Any) -> tuple[jax.Array, jax.Array]:
+    """Write and attention by the kernels: results [T, N, H], and the cache."""
     *to_write, tables, lens, starts, num_decodes, num_reqs = args
-    q, kv_cache = _write(shape, BACKEND, base, *to_write)
     heads = shape.heads
     work = cut_attention_work(
         lens,
@@ -167,12 +170,18 @@ def _attend(
         windows=(shape.sliding_window,),
         config=config,
     )
-    padded = jnp.pad(q, ((0, 0), (0, 0), (0, kv_cache.shape[-1] - q.shape[-1])))
     options = {"sliding_window": shape.sliding_window, "soft_cap": shape.soft_cap}
     options |= {"sinks": _sinks(shape), "kv_scale": _kv_scale(shape), "scale": heads.head_dim**-0.5}
+    if shape.kind == "decode":
+        qkv, kv_cache, slot_mapping, write_options = _to_write(shape, base, *to_write)
+        rows = (jnp.int32(LAYER), tables, lens, starts, num_reqs, work)
+        options |= write_options | {"backend": BACKEND}
+        return rope_write_and_attend(qkv, kv_cache, slot_mapping, *rows, **options)
+    q, kv_cache = _write(shape, BACKEND, base, *to_write)
+    padded = jnp.pad(q, ((0, 0), (0, 0), (0, kv_cache.shape[-1] - q.shape[-1])))
     options |= {"interpret": not ON_CARD}
     out = attend(padded, kv_cache, jnp.int32(LAYER), tables, lens, starts, work, config=config, **options)
-    return out[..., : heads.head_dim], q, kv_cache
+    return out[..., : heads.head_dim], kv_cache
 
 
 def _oracle(shape: CheckShape, q: Any, kv_cache: Any, tables: Any, lens: Any, starts: Any, num_reqs: Any) -> jax.Array:
@@ -218,7 +227,7 @@ def _oracle(shape: CheckShape, q: Any, kv_cache: Any, tables: Any, lens: Any, st
 
 def _compare(got: Any, again: Any, want: Any, expected_cache: Any, num_tokens: jax.Array) -> dict[str, jax.Array]:
     """Figures of one batch, on the device."""
-    out, _, cache = got
+    out, cache = got
     is_real = (jnp.arange(len(out)) < num_tokens)[:, None, None]
     want = jnp.where(is_real, want, 0)
     error = jnp.where(is_real, out.astype(want.dtype), 0) - want
@@ -281,9 +290,9 @@ class Check:
         # Else XLA leaves out roundings to 16 bits that the kernel does.
         exact = {"xla_allow_excess_precision": False}
         write = jax.jit(partial(_write, shape, "reference")).lower(*to_write).compile(exact)
-        out, q, kv_cache = got = kernels.out_info
+        out, kv_cache = got = kernels.out_info
         with jax.enable_x64(True):
-            oracle = jax.jit(partial(_oracle, shape)).lower(q, kv_cache, *batch.lists()).compile()
+            oracle = jax.jit(partial(_oracle, shape)).lower(write.out_info[0], kv_cache, *batch.lists()).compile()
             want = jax.ShapeDtypeStruct(out.shape, jnp.float64)
             compare = jax.jit(_compare).lower(got, got, want, kv_cache, batch.query_start_loc[-1]).compile()
         return cls(shape, kernels, oracle, write, compare, floats)
@@ -314,8 +323,8 @@ class Check:
         num_tokens = batch.query_start_loc[-1]
         to_write = (*self.floats, batch.is_old, num_tokens, batch.slot_mapping)
         got, again = (self.kernels(*to_write, *batch.rows()) for _ in range(2))
-        _, cache_wanted = self.write(*to_write)
+        q, cache_wanted = self.write(*to_write)
         with jax.enable_x64(True):
-            want = self.oracle(got[1], got[2], *batch.lists())
+            want = self.oracle(q, got[1], *batch.lists())
             figures = self.compare(got, again, want, cache_wanted, num_tokens)
         return {name: value.item() for name, value in figures.items()}

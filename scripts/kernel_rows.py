@@ -22,9 +22,9 @@ from kernel_trace import trace_kernels
 
 from pallas_kernels import ops
 from pallas_kernels.decode import paged_decode
-from pallas_kernels.mosaic import attend
+from pallas_kernels.mosaic import attend, write_and_attend
 from pallas_kernels.prefill import paged_prefill
-from pallas_kernels.reference_rope_write import HeadNorm
+from pallas_kernels.reference_rope_write import HeadNorm, norm_and_rotate
 from pallas_kernels.work_lists import cut_attention_work, make_decode_work, make_prefill_work
 
 CHAIN = 16 if shapes.ON_CARD else 2
@@ -244,6 +244,71 @@ def decode_row(shape: DecodeShape) -> Measurement:
         return timing_row("decode", shape.name, seconds, rate=rate, unit="TB/s", ceiling=READ_CEILING) | checked
 
     return Measurement(shape.name, programs, measure)
+
+
+def write_and_decode_row(shape: DecodeShape) -> Measurement:
+    """Norm, rope, KV write and decode attention of one layer: in a chain each call gets the cache of the one before."""
+    num_calls = num_of_calls(shape.num_bytes < 2**26)
+    requests = Requests(np.array(shape.lens, np.int32), np.ones(len(shape.lens), np.int32), shape.block_size)
+    sizes = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "num_tokens": len(shape.lens)}
+    cut = partial(cut_attention_work, **sizes, kind="decode", windows=(shape.sliding_window,), config=shape.config)
+    rows = (requests.lens, requests.starts, np.int32(0), np.int32(len(shape.lens)))
+    options = shape.options() | {"config": shape.config, "interpret": not shapes.ON_CARD}
+    one = jax.jit(partial(write_and_attend, **options))
+    last = requests.lens - 1
+    slots = requests.tables[np.arange(len(last)), last // shape.block_size] * shape.block_size + last % shape.block_size
+    qkv_sizes = (len(last), shape.num_kv_heads, shape.num_heads // shape.num_kv_heads + 2, shape.head_dim)
+
+    def chain(kv_cache, first, qkv, cos, sin, weight, slots, tables, lens, starts, work):
+        norm = HeadNorm(weight, weight, eps=1e-6)
+        for i in range(num_calls):
+            out, kv_cache = one(
+                qkv, kv_cache, slots, layer_of(i), tables, lens, starts, work, rope=(cos, sin), norm=norm
+            )
+            first = out if i == 0 else first
+        return kv_cache, first
+
+    def queries(qkv, cos, sin, weight):
+        q = norm_and_rotate(qkv, (cos, sin), HeadNorm(weight, weight, eps=1e-6))[0]
+        return q.reshape(len(q), -1, q.shape[-1])
+
+    cache = jax.ShapeDtypeStruct(cache_shape(requests, shape), shape.kv_dtype)
+    qkv = jax.ShapeDtypeStruct(qkv_sizes, shape.dtype)
+    table = jax.ShapeDtypeStruct((len(last), shape.head_dim // 2), jnp.float32)
+    weight = jax.ShapeDtypeStruct((shape.head_dim,), shape.dtype)
+    out = jax.eval_shape(queries, qkv, table, table, weight)
+    lists = specs_of(slots, requests.tables, requests.lens, requests.starts)
+    programs = {
+        "chain": Program(
+            chain, (cache, out, qkv, table, table, weight, *lists, jax.eval_shape(cut, *specs_of(*rows))), (0, 1)
+        ),
+        "work": Program(cut, specs_of(*rows)),
+        "cache": normal_program(cache.shape, shape.kv_dtype),
+        "qkv": normal_program(qkv_sizes, shape.dtype, seed=1),
+        "weight": normal_program(weight.shape, shape.dtype, seed=2),
+        "queries": Program(queries, (qkv, table, table, weight)),
+        "out": normal_program(out.shape, shape.dtype),
+        "read": read_program(requests, shape),
+    }
+
+    def measure(compiled: dict[str, Any]) -> Row:
+        angles = np.random.default_rng(0).uniform(0, 999, table.shape).astype(np.float32)
+        new = (compiled["qkv"](), jnp.asarray(np.cos(angles)), jnp.asarray(np.sin(angles)), compiled["weight"]())
+        arrays = tuple(jnp.asarray(x) for x in (slots, requests.tables, requests.lens, requests.starts))
+        rest = (*new, *arrays, compiled["work"](*rows))
+        kv_cache, first = compiled["cache"](), compiled["out"]()
+        outs = []
+        for _ in range(2):
+            kv_cache, first = compiled["chain"](kv_cache, first, *rest)
+            outs.append(np.asarray(first))
+        checked = check(shape, requests, compiled["read"], kv_cache, compiled["queries"](*new), outs)
+        seconds = seconds_a_call(compiled["chain"], (kv_cache, first, *rest), carry=True) / num_calls
+        rate = shape.num_bytes / seconds / 1e12
+        return (
+            timing_row("write and decode", shape.name, seconds, rate=rate, unit="TB/s", ceiling=READ_CEILING) | checked
+        )
+
+    return Measurement(f"write and {shape.name}", programs, measure)
 
 
 def prefill_row(shape: PrefillShape) -> Measurement:

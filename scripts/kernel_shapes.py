@@ -164,6 +164,7 @@ DECODE_SHAPES = (
     DecodeShape("S=256 H=16/8 ctx=100..1500 BS=16", 16, 8, lens=_UNEVEN),
     DecodeShape("1x60000 + 255x200 H=16/8 BS=16", 16, 8, lens=(60000,) + (200,) * 255),
 )
+WRITE_AND_DECODE_SHAPES = DECODE_SHAPES[:6]
 PREFILL_SHAPES = (
     _prefill(1, 8192, 0, 32),
     _prefill(1, 2048, 6144, 32),
@@ -205,6 +206,7 @@ GROUP_SHAPES = tuple((_decode(256, 800, 4 * group, 4), _prefill(1, 4096, 0, 4 * 
 if not ON_CARD:
     _small: dict[str, Any] = {"num_kv_heads": 1, "head_dim": 64}
     DECODE_SHAPES = (_decode(2, 70, 2, **_small), _decode(1, 90, 3, **_small))
+    WRITE_AND_DECODE_SHAPES = DECODE_SHAPES[:1]
     PREFILL_SHAPES = (_prefill(1, 40, 30, 2, **_small), _prefill(2, 20, 0, 1, **_small))
     _wide = {"cache_dtype": FP8, "sliding_window": 40, "has_sinks": True, "soft_cap": 5.0, **_small}
     OPTION_SHAPES = ((_decode(2, 70, 2, **_wide), _prefill(1, 40, 30, 2, **_wide)),)

@@ -4,9 +4,9 @@
 
 Prefills the requests with random tokens, then times decode steps of the scheduler, planner, dispatcher and runner as
 the engine's core drives them (two steps in flight, dispatched by a thread); then the same with dispatching in the
-loop's own thread, and with three steps in flight. Then the last decode plan, and the last prefill plan that was full,
-dispatched back to back, and a few traced steps of each for the kernels. Tracing turns CUDA graphs off, so kernel times
-add up to the device's work, not to the step. Each number of requests has its context.
+loop's own thread. Then the last decode plan, and the last prefill plan that was full, dispatched back to back, and a
+few traced steps of each for the kernels. Tracing turns CUDA graphs off, so kernel times add up to the device's work,
+not to the step. Each number of requests has its context.
 """
 
 import argparse
@@ -45,8 +45,8 @@ from scheduler.scheduler import make_scheduler
 MIN_ROWS = 8
 BLOCK_SIZE = 16
 WARM_UP_STEPS = 5
-# Name -> dispatched by a thread, steps in flight. The first is what the engine does.
-FORMS = {"thread": (True, 2), "one thread": (False, 2), "thread, three in flight": (True, 3)}
+STEPS_IN_FLIGHT = 2
+FORMS = ("thread", "one thread")  # that dispatches; the first is what the engine does
 
 
 class Loop:
@@ -54,7 +54,6 @@ class Loop:
 
     Attributes:
       is_threaded: steps are dispatched by a thread.
-      depth: steps in flight.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class Loop:
             prompt = rng.integers(10, config.vocab_size, context).tolist()
             self.scheduler.add_request(Request(f"r{i}", prompt, sampling))
         self.dispatcher = Dispatcher()
-        self.is_threaded, self.depth = FORMS["thread"]
+        self.is_threaded = True
         self.in_flight: deque = deque()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.plans: dict[str, StepPlan] = {}  # by kind, the last one of most tokens
@@ -119,7 +118,7 @@ class Loop:
         self.seconds["schedule"] += t1 - t0
         self.seconds["plan"] += t2 - t1
         self.seconds["hand over" if self.is_threaded else "dispatch"] += t3 - t2
-        while len(self.in_flight) >= self.depth:
+        if len(self.in_flight) == STEPS_IN_FLIGHT:
             self.take_oldest()
         kind = plan.key.kind
         if kind not in self.plans or plan.num_tokens >= self.plans[kind].num_tokens:
@@ -140,7 +139,7 @@ class Loop:
         """Milliseconds a step in one of FORMS, and of each part of it."""
         while self.in_flight:
             self.take_oldest()
-        self.is_threaded, self.depth = FORMS[form]
+        self.is_threaded = form == "thread"
         for _ in range(WARM_UP_STEPS):
             self.step()
         self.seconds.clear()

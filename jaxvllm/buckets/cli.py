@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxvllm.bucket_choice import STRATEGIES, choose_policy
 from jaxvllm.cli_args import add_engine_options, given_engine_args
+from jaxvllm.config import EngineArgs
 from scheduler.buckets import BucketKey, BucketPolicy, StepShape, explicit, load_policy
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.cost_model import CostModel, load_cost_model
@@ -75,7 +76,7 @@ def _add_measure(parser: argparse.ArgumentParser) -> None:
 def _add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, required=True, help="Azure CSV or Mooncake JSONL")
     parser.add_argument("--out", type=Path, required=True, help="the policy, for the engine's --bucket-policy")
-    parser.add_argument("--cost", type=Path, help="JSON of `measure` or of `compare` (default: a guess for one H200)")
+    parser.add_argument("--cost", type=Path, help="JSON of `measure` or of `compare` (default: Qwen3-0.6B on one H200)")
     parser.add_argument("--running", type=float, help="speed arrivals up until so many requests run at once on average")
     parser.add_argument(
         "--speedup", type=float, default=1.0, help="requests arrive so many times faster; with --running: the first try"
@@ -167,7 +168,12 @@ def _silent_scheduler() -> Iterator[None]:
 def _tune(args: argparse.Namespace) -> int:
     from jaxvllm.buckets.arrivals import from_start, scale_to_running, sped_up, tune_to_trace
 
-    limits = SchedulerConfig(args.max_num_seqs, args.max_num_batched_tokens, args.max_model_len)
+    limits = SchedulerConfig(
+        args.max_num_seqs,
+        args.max_num_batched_tokens,
+        args.max_model_len,
+        num_growth_tokens=EngineArgs.num_growth_tokens,
+    )
     base, geometric = (choose_policy(name, "gpu", limits) for name in ("powers_of_two", "geometric"))
     cost = load_cost_model(args.cost) if args.cost else guessed_cost(base)
     everything = load_trace(args.trace)
@@ -202,7 +208,6 @@ def _tune(args: argparse.Namespace) -> int:
 
 def start_executor(args: argparse.Namespace) -> "tuple[DeviceExecutor, int]":
     """The device side of an engine in this process, its programs not yet compiled, and its number of blocks."""
-    from jaxvllm.config import EngineArgs
     from jaxvllm.model_source import resolve
 
     given = given_engine_args(args)
@@ -221,10 +226,11 @@ def start_executor(args: argparse.Namespace) -> "tuple[DeviceExecutor, int]":
 
 
 def guessed_cost(policy: BucketPolicy) -> CostModel:
-    """A guess of Qwen3-0.6B on one H200."""
-    table = {key: 1.15 + 0.0035 * key.R if key.kind == "decode" else 0.4 + 0.0033 * key.T for key in policy.keys()}  # noqa: SIM118
-    with_rows = {key: ms + (0.0015 * key.R if key.kind == "mixed" else 0.0) for key, ms in table.items()}
-    return CostModel(with_rows, ms_per_context_token=2.9e-5)
+    """Lines through the times of Qwen3-0.6B on one H200 (scripts/results/h200/step_times_qwen3-0.6b.json)."""
+    keys = policy.keys()
+    decode = {key: 1.05 + 0.0016 * key.R for key in keys if key.kind == "decode"}
+    mixed = {key: 1.1 + 0.0018 * key.T + 0.0005 * key.R for key in keys if key.kind == "mixed"}
+    return CostModel(decode | mixed, ms_per_context_token=2.5e-5)
 
 
 def _programs(runner: "ModelRunner", policies: Iterable[BucketPolicy]) -> "list[ProgramKey]":

@@ -1,15 +1,16 @@
 """One workload under several bucket policies: padding, programs, compile time, memory, step times, throughput, gaps.
 
 The engine core runs as it serves, two steps in flight, with a planner for each policy and one runner for all: a program
-that two policies share is compiled once. Where requests arrive by step number every policy schedules the same steps, so
-what a policy would take can also be estimated: from the steps of another's run and measured step times.
+that two policies share is compiled once. Where requests arrive by step number the steps do not depend on how long they
+take, so what a policy would take can also be estimated: by scheduling its steps, and from measured step times.
 """
 
 import time
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class Workload:
 
     Attributes:
       arrivals: of each request: a step number, or seconds.
-      in_seconds: what arrivals are. By step number, every policy schedules the same steps.
+      in_seconds: what arrivals are.
     """
 
     prompts: list[list[int]]
@@ -72,6 +73,15 @@ class StepLog:
     contexts: list[int] = field(default_factory=list)  # tokens that the step's requests attend to
     keys: list[BucketKey] = field(default_factory=list)
     ms: list[float] = field(default_factory=list)
+
+    def note(self, scheduler_output: SchedulerOutput) -> None:
+        """Remember the shape of a step, and what its requests attend to."""
+        known, new = scheduler_output.scheduled_cached_requests, scheduler_output.scheduled_new_requests
+        num_tokens, num_reqs = scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
+        is_decode = num_tokens == num_reqs and not (new or known.resumed_request_ids)
+        self.shapes.append(StepShape("decode" if is_decode else "mixed", num_tokens, num_reqs))
+        computed = sum(known.num_computed_tokens) + sum(request.num_computed_tokens for request in new)
+        self.contexts.append(computed + num_tokens)
 
     def counts(self) -> dict[StepShape, int]:
         """How often each shape occurred."""
@@ -130,28 +140,39 @@ def run_policy(
 
 
 def estimate_policy(
-    policy: BucketPolicy, log: StepLog, cost: CostModel, workload: Workload, measured: Result
+    config: EngineConfig,
+    num_blocks: int,
+    policy: BucketPolicy,
+    workload: Workload,
+    cost: CostModel,
+    measured: Result,
+    measured_log: StepLog,
 ) -> Result:
-    """What a policy would do with the steps of another one's run.
+    """What a policy would do with a workload that arrives by step number.
 
     Args:
-      log: that run.
       cost: of the buckets.
-      measured: that run's result. As much as it took longer than by `cost`, this one is taken to take longer too.
+      measured, measured_log: another policy's run. As much as it took longer than by `cost`, this one is taken to take
+        longer too.
     """
-    keys = [policy.select(*shape) for shape in log.shapes]
-    cost = cost.completed([*keys, *log.keys])
-    as_run = sum(cost.step_ms(key, context) for key, context in zip(log.keys, log.contexts, strict=True))
-    scale = sum(log.ms) / as_run
-    ms = [scale * cost.step_ms(key, context) for key, context in zip(keys, log.contexts, strict=True)]
-    total_s = measured.total_s + (sum(ms) - sum(log.ms)) / 1e3
-    running_s = measured.mean_running * total_s
-    result = _result(policy, replace(log, keys=keys, ms=ms), sum(workload.num_outputs), total_s, running_s)
+    executor = _ShapesExecutor(policy, num_blocks)
+    serve(EngineCore(config, executor), workload)
+    log = executor.log
+    log.keys = [policy.select(*shape) for shape in log.shapes]
+    cost = cost.completed([*log.keys, *measured_log.keys])
+
+    def by_cost(log: StepLog) -> list[float]:
+        return [cost.step_ms(key, context) for key, context in zip(log.keys, log.contexts, strict=True)]
+
+    scale = sum(measured_log.ms) / sum(by_cost(measured_log))
+    log.ms = [scale * ms for ms in by_cost(log)]
+    total_s = measured.total_s + (sum(log.ms) - sum(measured_log.ms)) / 1e3
+    result = _result(policy, log, sum(workload.num_outputs), total_s, measured.mean_running * total_s)
     result.is_estimated = True
     # A step's time is the gap of each request in it, less those that it begins.
-    order = np.argsort(ms)
+    order = np.argsort(log.ms)
     rows = np.cumsum([log.shapes[i].num_reqs for i in order])
-    result.p99_inter_token_ms = ms[order[np.searchsorted(rows, 0.99 * rows[-1])]]
+    result.p99_inter_token_ms = log.ms[order[np.searchsorted(rows, 0.99 * rows[-1])]]
     return result
 
 
@@ -230,6 +251,7 @@ class _PolicyExecutor:
     def __init__(self, runner: ModelRunner, policy: BucketPolicy, num_blocks: int, seed: int | None) -> None:
         self._runner, self._num_blocks = runner, num_blocks
         self._planner = Planner(runner.config.limits, policy, seed)
+        self.bucket_policy = policy
         self._last = 0.0
         self.log = StepLog()
 
@@ -240,13 +262,7 @@ class _PolicyExecutor:
         plan = self._planner.build(scheduler_output)
         if plan is None:
             return None
-        known = scheduler_output.scheduled_cached_requests
-        is_decode = plan.num_tokens == plan.num_reqs and not (
-            scheduler_output.scheduled_new_requests or known.resumed_request_ids
-        )
-        self.log.shapes.append(StepShape("decode" if is_decode else "mixed", plan.num_tokens, plan.num_reqs))
-        computed = sum(new.num_computed_tokens for new in scheduler_output.scheduled_new_requests)
-        self.log.contexts.append(sum(known.num_computed_tokens) + computed + plan.num_tokens)
+        self.log.note(scheduler_output)
         return _TimedHandle(self, self._runner.execute(plan), plan.key)
 
     def finished(self, key: BucketKey, begin: float) -> None:
@@ -254,6 +270,49 @@ class _PolicyExecutor:
         self.log.keys.append(key)
         self.log.ms.append((now - max(begin, self._last)) * 1e3)
         self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def shutdown(self) -> None:
+        return
+
+
+class _Tokens(NamedTuple):
+    """A StepHandle whose tokens are there at once."""
+
+    output: ModelRunnerOutput
+
+    def wait(self) -> ModelRunnerOutput:
+        return self.output
+
+
+class _ShapesExecutor:
+    """An Executor that notes the shapes of steps and runs none."""
+
+    def __init__(self, policy: BucketPolicy, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._num_prompt_tokens: dict[str, int] = {}
+        self.bucket_policy = policy
+        self.log = StepLog()
+
+    def initialize(self, meanwhile: Callable[[], None]) -> int:
+        return self._num_blocks
+
+    def execute(self, scheduler_output: SchedulerOutput) -> _Tokens | None:
+        if not scheduler_output.num_scheduled_tokens:
+            return None
+        self.log.note(scheduler_output)
+        missing = {}  # tokens that each request has and that were not computed before the step
+        for new in scheduler_output.scheduled_new_requests:
+            self._num_prompt_tokens[new.request_id] = len(new.prompt_token_ids)
+            missing[new.request_id] = len(new.prompt_token_ids) - new.num_computed_tokens
+        known = scheduler_output.scheduled_cached_requests
+        columns = (known.request_ids, known.num_computed_tokens, known.num_output_tokens)
+        for request_id, num_computed, num_outputs in zip(*columns, strict=True):
+            missing[request_id] = self._num_prompt_tokens[request_id] + num_outputs - num_computed
+        num_scheduled = scheduler_output.num_scheduled_tokens
+        return _Tokens(ModelRunnerOutput({i: 0 for i, n in num_scheduled.items() if n >= missing[i]}))
 
     def metrics(self) -> dict[str, float]:
         return {}

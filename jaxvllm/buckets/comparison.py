@@ -73,12 +73,13 @@ class Comparison:
         return fit(self.samples)
 
     def _estimate(self, policy: BucketPolicy) -> Result | None:
-        """None where other steps would be scheduled, or too little was measured yet."""
+        """None where steps depend on times, or too little was measured yet."""
         has_times = {key.kind for key in policy.keys()} <= {sample.key.kind for sample in self.samples}  # noqa: SIM118
         if not has_times or self._workload.in_seconds:
             return None
         measured, log = self._measured[0]
-        return estimate_policy(policy, log, self._cost(), self._workload, measured)
+        config = self._executor.config
+        return estimate_policy(config, self._num_blocks, policy, self._workload, self._cost(), measured, log)
 
     def _missing(self, policy: BucketPolicy) -> list[ProgramKey]:
         runner = self._executor.runner

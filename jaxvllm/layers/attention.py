@@ -8,7 +8,7 @@ from jaxvllm.layers.linear import OutputProjection, QKVProjection
 from jaxvllm.layers.norm import RMSNorm
 from jaxvllm.layers.run_layers import LayerContext
 from jaxvllm.model_config import ModelConfig
-from pallas_kernels import HeadNorm, paged_attention, rope_and_write_kv
+from pallas_kernels import HeadNorm, paged_attention, rope_and_write_kv, rope_write_and_attend
 
 
 class Attention(nnx.Module):
@@ -49,30 +49,30 @@ class Attention(nnx.Module):
         """
         metadata = context.metadata
         kv_scale = None if self.kv_scale is None else self.kv_scale.get_value()
-        q, kv_cache = rope_and_write_kv(
-            qkv.reshape(len(qkv), *self.head_shape),
-            kv_cache,
-            metadata.slot_mapping,
-            context.layer,
-            rope=context.rope,
-            norm=self._head_norm(),
-            kv_scale=kv_scale,
-            backend=metadata.backend,
-        )
+        rows = (metadata.block_tables, metadata.seq_lens, metadata.query_start_loc)
+        to_write = (qkv.reshape(len(qkv), *self.head_shape), kv_cache, metadata.slot_mapping, context.layer)
+        write_options = {"rope": context.rope, "norm": self._head_norm(), "backend": metadata.backend}
+        options = {
+            "scale": self.scale,
+            "sliding_window": context.sliding_window,
+            "soft_cap": self.soft_cap,
+            "kv_scale": kv_scale,
+        }
+        if metadata.kind == "decode":
+            out, kv_cache = rope_write_and_attend(
+                *to_write, *rows, metadata.num_reqs, metadata.work, **write_options, **options
+            )
+            return out.reshape(len(out), -1), kv_cache
+        q, kv_cache = rope_and_write_kv(*to_write, **write_options, kv_scale=kv_scale)
         out = paged_attention(
             q,
             kv_cache,
             context.layer,
-            metadata.block_tables,
-            metadata.seq_lens,
-            metadata.query_start_loc,
+            *rows,
             metadata.num_decodes,
             metadata.num_reqs,
             metadata.work,
-            scale=self.scale,
-            sliding_window=context.sliding_window,
-            soft_cap=self.soft_cap,
-            kv_scale=kv_scale,
+            **options,
             kind=metadata.kind,
             backend=metadata.backend,
         )

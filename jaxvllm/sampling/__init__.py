@@ -7,9 +7,9 @@ top_p, draw. A draw depends on the row's logits, parameters and output index onl
 from jaxvllm.sampling.custom import LogitsProcessor, load_logits_processors
 from jaxvllm.sampling.draw import greedy
 from jaxvllm.sampling.noise import gumbel_noise
-from jaxvllm.sampling.processors import mask_grammar, process_logits
+from jaxvllm.sampling.processors import mask_grammar
 from jaxvllm.sampling.rows import SamplingRows
-from jaxvllm.sampling.sampler import position_logprobs, sample
+from jaxvllm.sampling.sampler import position_logprobs, process_logits, sample
 from jaxvllm.sampling.thresholds import kept_tokens
 
 __all__ = [

@@ -9,17 +9,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxvllm.sampling.row_kernel import Ref, call_kernel, group_maxima, load_maxima, select_best
+from jaxvllm.sampling.groups import GROUP_SIZE, WEIGHT_SCALE
+from jaxvllm.sampling.row_kernel import CHUNK, GroupStats, Ref, call_kernel, load_groups, select_best
 from scheduler.logprob_columns import LOGPROBS_WIDTH, LogprobColumn
 from scheduler.records import MAX_STEP_LOGPROBS
 from scheduler.sampling_params import MAX_LOGPROB_TOKEN_IDS
 
 _NUM_GROUPS = 32  # at least MAX_STEP_LOGPROBS: then the first of equals are found among the best groups too
-_CHUNK = 4096  # tokens of a row at a time
 
 
 def position_logprobs(
     logits: jax.Array,
+    stats: GroupStats,
     targets: jax.Array,
     num_logprobs: jax.Array,
     listed_ids: jax.Array,
@@ -31,6 +32,7 @@ def position_logprobs(
 
     Args:
       logits: f32[R, V] as the model gave them.
+      stats: their group_stats, unscaled, of rows that want an entry.
       targets: i32[R] token ids.
       num_logprobs: i32[R] entries wanted, the target's included; a row with 0 is undefined.
       listed_ids: i32[R, MAX_LOGPROB_TOKEN_IDS].
@@ -42,26 +44,19 @@ def position_logprobs(
     listed_width = pl.next_power_of_2(MAX_LOGPROB_TOKEN_IDS)
 
     def kernel(
-        logits: Ref, maxima: Ref, targets: Ref, num_logprobs: Ref, listed: Ref, num_listed: Ref, out: Ref, scratch: Ref
-    ) -> None:
+        logits: Ref, maxima: Ref, weights: Ref, targets: Ref, num_logprobs: Ref, listed: Ref, num_listed: Ref,
+        out: Ref, scratch: Ref,
+    ) -> None:  # fmt: skip
         row = pl.program_id(0)
 
         @pl.when(num_logprobs[row] > 0)
         def _() -> None:
-            of_groups = load_maxima(maxima, row)
+            of_groups = load_groups(maxima, row, -jnp.inf)
             largest = jnp.max(of_groups)
+            masses = load_groups(weights, row, 0).astype(jnp.float32) / WEIGHT_SCALE
+            normaliser = largest + jnp.log(jnp.sum(masses * jnp.exp(of_groups - largest)))
             target = logits[row, targets[row]]
-
-            def add(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                ids = i * _CHUNK + jnp.arange(_CHUNK)
-                values = triton.load(logits.at[row, ids], mask=ids < vocab_size, other=-jnp.inf)
-                is_as_likely = (values >= target) & (ids < vocab_size)
-                return state[0] + jnp.exp(values - largest), state[1] + is_as_likely.astype(jnp.int32)
-
-            start = jnp.zeros(_CHUNK, jnp.float32), jnp.zeros(_CHUNK, jnp.int32)
-            weights, ranks = lax.fori_loop(0, pl.cdiv(vocab_size, _CHUNK), add, start)
-            normaliser = largest + jnp.log(jnp.sum(weights))
-            out[row, int(LogprobColumn.RANK)] = jnp.sum(ranks)
+            out[row, int(LogprobColumn.RANK)] = _rank(logits, of_groups, row, target, vocab_size)
             out[row, int(LogprobColumn.IDS)] = targets[row]
             out[row, int(LogprobColumn.VALUES)] = _bits(target - normaliser)
             count = jnp.minimum(num_logprobs[row] - 1, MAX_STEP_LOGPROBS)
@@ -89,13 +84,32 @@ def position_logprobs(
                 values = triton.load(logits.at[row, ids], mask=is_listed, other=0.0)
                 triton.store(out.at[row, LogprobColumn.LISTED + lanes], _bits(values - normaliser), mask=is_listed)
 
-    maxima = group_maxima(logits, num_logprobs, interpret=interpret)
     outputs = (
         jax.ShapeDtypeStruct((num_rows, LOGPROBS_WIDTH), jnp.int32),
         jax.ShapeDtypeStruct((num_rows, _NUM_GROUPS + 1), jnp.int32),
     )
-    args = (logits, maxima, targets, num_logprobs, listed_ids, num_listed)
+    args = (logits, stats.maxima, stats.weights, targets, num_logprobs, listed_ids, num_listed)
     return call_kernel(kernel, (num_rows,), outputs, *args, interpret=interpret)[0]
+
+
+def _rank(logits: Ref, maxima: jax.Array, row: jax.Array, target: jax.Array, vocab_size: int) -> jax.Array:
+    """How many tokens of the row are at least as likely as one with the logit `target`.
+
+    Looks only at chunks of groups with such a token: at one for the most likely token.
+    """
+    no_chunk = jnp.iinfo(jnp.int32).max
+    chunks = jnp.arange(maxima.shape[0]) // (CHUNK // GROUP_SIZE)
+    chunks = jnp.where(maxima >= target, chunks, no_chunk)
+
+    def count_chunk(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        count, chunk = state
+        ids = chunk * CHUNK + jnp.arange(CHUNK)
+        is_token = ids < vocab_size
+        values = triton.load(logits.at[row, ids], mask=is_token, other=-jnp.inf)
+        count += jnp.sum(((values >= target) & is_token).astype(jnp.int32))
+        return count, jnp.min(jnp.where(chunks > chunk, chunks, no_chunk))
+
+    return lax.while_loop(lambda state: state[1] < no_chunk, count_chunk, (jnp.int32(0), jnp.min(chunks)))[0]
 
 
 def _bits(values: jax.Array) -> jax.Array:

@@ -7,14 +7,19 @@ from jaxvllm.random_bits import random_bits
 from jaxvllm.sampling.rows import SamplingRows
 
 
-def gumbel_noise(rows: SamplingRows, token_ids: jax.Array) -> jax.Array:
-    """The noise of some tokens: f32[R, n] of the standard Gumbel distribution.
+def gumbel_noise(rows: SamplingRows, counters: jax.Array) -> jax.Array:
+    """The noise of some tokens or groups: f32[R, n] of the standard Gumbel distribution.
 
     Args:
       rows: row r's noise depends on its (seed, output_index) only.
-      token_ids: i32[n] or i32[R, n]; a token's noise is the same among whichever others it stands.
+      counters: i32[n] or i32[R, n] token ids, or of_group; noise is the same among whichever others it is asked for.
     """
-    return gumbel(random_bits(rows.seed, rows.output_index, token_ids))
+    return gumbel(random_bits(rows.seed, rows.output_index, counters))
+
+
+def of_group(groups: jax.Array) -> jax.Array:
+    """The counters of groups: none is a token's."""
+    return -1 - groups
 
 
 def gumbel(bits: jax.Array) -> jax.Array:

@@ -13,35 +13,35 @@ from jax import lax
 
 from jaxvllm.sampling.custom import LogitsProcessor
 from jaxvllm.sampling.rows import SamplingRows
-from jaxvllm.sampling.thinking import CERTAIN, forced_ids
-from jaxvllm.sampling.token_counts import FORBIDDEN, IN_PROMPT, count_tokens
+from jaxvllm.sampling.token_counts import FORBIDDEN, count_tokens, penalise
 from scheduler.records import RecordField
 from scheduler.sampling_params import MAX_LISTED_IDS
 from scheduler.token_lists import MAX_MASKED_IDS, ListField
 
 
-def process_logits(logits: jax.Array, rows: SamplingRows, processors: tuple[LogitsProcessor, ...] = ()) -> jax.Array:
-    """Apply all that the rows ask for but grammars.
+def edit_logits(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Apply all that the rows ask for but grammars, custom processors and thinking budgets.
 
     Args:
       logits: f32[R, V].
       rows: the requests.
-      processors: custom ones, in the order of their bits.
 
     Returns: f32[R, V]; a row that asks for nothing is bit-equal.
     """
     words = count_tokens(rows, logits.shape[1])
-    edited = _bias(penalise(logits, words, rows), logits, words, rows)
+    edited = _bias(_penalise(logits, words, rows), logits, words, rows)
     # A copy of the logits is made once, above; these write in place.
     edited = _mask(edited, held_back_ids(rows, logits.shape[1]))
-    edited = _mask(edited, bad_word_ids(rows, logits.shape[1]))
+    return _mask(edited, bad_word_ids(rows, logits.shape[1]))
+
+
+def apply_custom(logits: jax.Array, rows: SamplingRows, processors: tuple[LogitsProcessor, ...]) -> jax.Array:
+    """Apply custom processors, in the order of their bits, to the rows that ask for them."""
     start = int(ListField.PROCESSORS)
     for index, processor in enumerate(processors):
-        edited = _apply_custom(edited, rows, processor, index, start)
+        logits = _apply_one(logits, rows, processor, index, start)
         start += processor.num_params
-    forced = forced_ids(rows)
-    places = jnp.arange(logits.shape[0]), jnp.where(forced >= 0, forced, logits.shape[1])
-    return edited.at[places].set(CERTAIN, mode="drop")
+    return logits
 
 
 def mask_grammar(logits: jax.Array, places: jax.Array, masks: jax.Array) -> jax.Array:
@@ -58,20 +58,11 @@ def mask_grammar(logits: jax.Array, places: jax.Array, masks: jax.Array) -> jax.
     return logits.at[places].set(kept, mode="drop")
 
 
-def penalise(logits: jax.Array, words: jax.Array, rows: SamplingRows) -> jax.Array:
-    """Repetition, frequency and presence penalties, and -inf for forbidden tokens.
-
-    Args:
-      logits: f32[R, n] of some tokens.
-      words: i32[R, n] the tokens' words, see token_counts.
-      rows: the requests.
-    """
-    count = words & (IN_PROMPT - 1)
-    repetition = rows.floats(RecordField.REPETITION_PENALTY)[:, None]
-    x = jnp.where(words > 0, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
-    x -= rows.floats(RecordField.FREQUENCY_PENALTY)[:, None] * count.astype(jnp.float32)
-    x -= rows.floats(RecordField.PRESENCE_PENALTY)[:, None] * (count > 0)
-    return jnp.where(words >= FORBIDDEN, -jnp.inf, x)
+def _penalise(logits: jax.Array, words: jax.Array, rows: SamplingRows) -> jax.Array:
+    """The penalties of f32[R, n] logits of some tokens with i32[R, n] words, and -inf for forbidden ones."""
+    columns = (RecordField.REPETITION_PENALTY, RecordField.FREQUENCY_PENALTY, RecordField.PRESENCE_PENALTY)
+    penalised = penalise(logits, words, *(rows.floats(column)[:, None] for column in columns))
+    return jnp.where(words >= FORBIDDEN, -jnp.inf, penalised)
 
 
 def _bias(penalised: jax.Array, logits: jax.Array, words: jax.Array, rows: SamplingRows) -> jax.Array:
@@ -84,7 +75,7 @@ def _bias(penalised: jax.Array, logits: jax.Array, words: jax.Array, rows: Sampl
     row_numbers = jnp.arange(num_rows)[:, None]
     old = logits.at[row_numbers, ids].get(mode="fill", fill_value=0)
     words_of_ids = words.at[row_numbers, ids].get(mode="fill", fill_value=0)
-    new = penalise(old + jnp.where(is_listed, values, 0), words_of_ids, rows)
+    new = _penalise(old + jnp.where(is_listed, values, 0), words_of_ids, rows)
     return penalised.at[row_numbers, ids].set(new, mode="drop")
 
 
@@ -120,9 +111,7 @@ def bad_word_ids(rows: SamplingRows, vocab_size: int) -> jax.Array:
     return jnp.where(is_bad, ids, vocab_size)
 
 
-def _apply_custom(
-    logits: jax.Array, rows: SamplingRows, processor: LogitsProcessor, index: int, start: int
-) -> jax.Array:
+def _apply_one(logits: jax.Array, rows: SamplingRows, processor: LogitsProcessor, index: int, start: int) -> jax.Array:
     is_user = (rows.ints(RecordField.PROCESSORS) >> index & 1 == 1) & rows.needs_sample
 
     def apply(logits: jax.Array) -> jax.Array:

@@ -9,6 +9,8 @@ Letters: R rows  V vocab  G groups of GROUP_SIZE tokens
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,10 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jaxvllm.sampling.groups import GROUP_SIZE
+from jaxvllm.sampling.groups import GROUP_SIZE, token_weights
 from jaxvllm.sampling.thresholds import ordered_bits
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
+CHUNK = 4096  # tokens of a row at a time: sums of 9 digits of each stay in registers
 _GROUPS_PER_PROGRAM = 128
 _NUM_WARPS = 16
 
@@ -29,13 +32,19 @@ Ref = Any  # of a Pallas kernel
 
 
 def call_kernel(
-    kernel: Callable[..., None], grid: tuple[int, ...], outputs: Any, *args: jax.Array, interpret: bool = False
+    kernel: Callable[..., None],
+    grid: tuple[int, ...],
+    outputs: Any,
+    *args: jax.Array,
+    aliases: dict[int, int] | None = None,
+    interpret: bool = False,
 ) -> Any:
-    """Run a kernel on whole arrays; `outputs` are ShapeDtypeStructs."""
+    """Run a kernel on whole arrays; `outputs` are ShapeDtypeStructs, `aliases` say which argument becomes which."""
     call = pl.pallas_call(
         kernel,
         out_shape=outputs,
         grid=grid,
+        input_output_aliases=aliases or {},
         interpret=interpret,
         compiler_params=triton.CompilerParams(num_warps=_NUM_WARPS),
     )
@@ -53,39 +62,83 @@ def num_groups(vocab_size: int) -> int:
     return pl.cdiv(vocab_size, GROUP_SIZE)
 
 
-def group_maxima(logits: jax.Array, is_wanted: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """The largest logit of each group.
+@dataclass(frozen=True)
+class GroupStats:
+    """What a pass over logits found of each group of each row that was asked for; undefined elsewhere."""
+
+    maxima: Any  # f32[R, G] largest logits
+    weights: Any  # u32[R, G] sums of groups.token_weights, of scaled logits
+
+
+def group_stats(*asked: tuple[jax.Array, jax.Array], interpret: bool = False) -> list[GroupStats]:
+    """Look at all logits once.
 
     Args:
-      logits: f32[R, V].
-      is_wanted: i32[R] rows with 0 are left undefined.
-
-    Returns: f32[R, G].
+      asked: pairs of logits f32[R, V] and scales f32[R], which the logits are multiplied with for the weights; rows
+        with 0 are left out. If two pairs have the same logits, these are read from memory once.
+      interpret: run where there is no GPU.
     """
-    num_rows, vocab_size = logits.shape
-    count = num_groups(vocab_size)
+    num_rows, vocab_size = asked[0][0].shape
+    count, num_asked = num_groups(vocab_size), len(asked)
 
-    def kernel(logits: Ref, is_wanted: Ref, maxima: Ref) -> None:
+    def kernel(*refs: Ref) -> None:
         row, part = pl.program_id(0), pl.program_id(1)
+        groups = part * _GROUPS_PER_PROGRAM + jnp.arange(_GROUPS_PER_PROGRAM)
+        ids = groups[:, None] * GROUP_SIZE + jnp.arange(GROUP_SIZE)[None, :]
 
-        @pl.when(is_wanted[row] != 0)
-        def _() -> None:
-            groups = part * _GROUPS_PER_PROGRAM + jnp.arange(_GROUPS_PER_PROGRAM)
-            ids = groups[:, None] * GROUP_SIZE + jnp.arange(GROUP_SIZE)[None, :]
+        def look(logits: Ref, scale: jax.Array, maxima: Ref, weights: Ref) -> None:
             values = triton.load(logits.at[row, ids], mask=ids < vocab_size, other=-jnp.inf)
-            triton.store(maxima.at[row, groups], values.max(axis=1), mask=groups < count)
+            largest = values.max(axis=1)
+            found = token_weights(values * scale, (largest * scale)[:, None])
+            triton.store(maxima.at[row, groups], largest, mask=groups < count)
+            triton.store(weights.at[row, groups], jnp.sum(found, axis=1, dtype=jnp.uint32), mask=groups < count)
+
+        for i in range(num_asked):
+            logits, scales = refs[2 * i : 2 * i + 2]
+            outputs = refs[2 * (num_asked + i) : 2 * (num_asked + i) + 2]
+            scale = scales[row]
+            pl.when(scale != 0)(partial(look, logits, scale, *outputs))
 
     grid = (num_rows, pl.cdiv(count, _GROUPS_PER_PROGRAM))
-    return call_kernel(
-        kernel, grid, jax.ShapeDtypeStruct((num_rows, count), jnp.float32), logits, is_wanted, interpret=interpret
-    )
+    outputs = [jax.ShapeDtypeStruct((num_rows, count), dtype) for dtype in (jnp.float32, jnp.uint32)] * num_asked
+    args = [array for pair in asked for array in pair]
+    found = call_kernel(kernel, grid, outputs, *args, interpret=interpret)
+    return [GroupStats(*found[2 * i : 2 * i + 2]) for i in range(num_asked)]
 
 
-def load_maxima(maxima: Ref, row: jax.Array) -> jax.Array:
-    """The row's group maxima, f32[a power of two], -inf behind the last."""
-    count = maxima.shape[1]
+@dataclass(frozen=True)
+class ScaledRow:
+    """A row of logits, with its temperature applied."""
+
+    number: jax.Array  # of the row
+    logits: Ref  # f32[R, V]
+    factor: jax.Array
+    vocab_size: int
+
+    def scale(self, logits: jax.Array) -> jax.Array:
+        """Apply the temperature. A product keeps the order of the logits."""
+        return logits * self.factor
+
+    def load(self, ids: jax.Array, is_there: Any = True) -> jax.Array:
+        """Scaled logits at ids; -inf behind the vocabulary, and where is_there is not."""
+        mask = is_there & (ids < self.vocab_size)
+        return self.scale(triton.load(self.logits.at[self.number, ids], mask=mask, other=-jnp.inf))
+
+    def fold(self, visit: Callable[[jax.Array, jax.Array, Any], Any], state: Any) -> Any:
+        """state = visit(scaled logits f32[CHUNK], which of them are tokens, state) for all tokens, in turn."""
+
+        def step(i: jax.Array, state: Any) -> Any:
+            ids = i * CHUNK + jnp.arange(CHUNK)
+            return visit(self.load(ids), ids < self.vocab_size, state)
+
+        return lax.fori_loop(0, pl.cdiv(self.vocab_size, CHUNK), step, state)
+
+
+def load_groups(of_groups: Ref, row: jax.Array, missing: float) -> jax.Array:
+    """What was found of the row's groups, of a length that is a power of two; `missing` behind the last."""
+    count = of_groups.shape[1]
     groups = jnp.arange(pl.next_power_of_2(count))
-    return triton.load(maxima.at[row, groups], mask=groups < count, other=-jnp.inf)
+    return triton.load(of_groups.at[row, groups], mask=groups < count, other=missing)
 
 
 def first_group(values: jax.Array, largest: jax.Array) -> jax.Array:
@@ -100,7 +153,7 @@ def select_best(
 
     Args:
       logits: f32[R, V].
-      maxima: from load_maxima.
+      maxima: from load_groups, -inf where missing.
       scratch: i32[R, count + 1], written.
       row: which one.
       count: a power of two.

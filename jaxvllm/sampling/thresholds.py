@@ -18,7 +18,7 @@ from scheduler.records import RecordField
 _BITS_PER_PASS = 2  # a pass over the logits tests 3 thresholds at once: 16 passes instead of 32
 # A probability is held as three integers of 13, 14 and 14 bits: sums over 2**18 tokens fit 32 bits, and a tail of
 # tokens far below float32's epsilon still counts.
-_LIMB_BITS = (13, 14, 14)
+LIMB_BITS = (13, 14, 14)
 
 
 def kept_tokens(logits: jax.Array, rows: SamplingRows) -> jax.Array:
@@ -110,7 +110,7 @@ def mass_above(weights: jax.Array, lowest: jax.Array) -> jax.Array:
 def limbs(weights: jax.Array) -> list[jax.Array]:
     """The digits, highest first, of weights in [0, 1] as integers; u32, of the weights' shape."""
     found, rest = [], weights
-    for bits in _LIMB_BITS:
+    for bits in LIMB_BITS:
         rest = rest * 2.0**bits
         found.append(jnp.floor(rest).astype(jnp.uint32))
         rest = rest - jnp.floor(rest)
@@ -120,6 +120,6 @@ def limbs(weights: jax.Array) -> list[jax.Array]:
 def combine_limbs(sums: list[jax.Array]) -> jax.Array:
     """Sums of limbs as one number, f32. Rounding is monotone, so a smaller set never gets a larger mass."""
     total = jnp.zeros(sums[0].shape, jnp.float32)
-    for bits, limb in zip(_LIMB_BITS, sums, strict=True):
+    for bits, limb in zip(LIMB_BITS, sums, strict=True):
         total = total * 2.0**bits + limb.astype(jnp.float32)
     return total

@@ -53,3 +53,13 @@ def _scatter_history(
 
     num_chunks = -(-jnp.max(ends - starts) // _CHUNK)
     return lax.while_loop(lambda state: state[0] < num_chunks, scatter_chunk, (jnp.int32(0), words))[1]
+
+
+def penalise(
+    logits: jax.Array, words: jax.Array, repetition: jax.Array, frequency: jax.Array, presence: jax.Array
+) -> jax.Array:
+    """Logits of some tokens after the penalties, which broadcast to them, as their words say; none is forbidden."""
+    count = words & (IN_PROMPT - 1)
+    x = jnp.where(words > 0, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    x -= frequency * count.astype(jnp.float32)
+    return x - presence * (count > 0).astype(jnp.float32)

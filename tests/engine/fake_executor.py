@@ -29,6 +29,8 @@ class Done:
 class SuccessorExecutor:
     """Keeps the tokens of every request from the SchedulerOutputs alone, as a device would."""
 
+    bucket_policy = None
+
     def __init__(
         self, config: EngineConfig, delay_s: float = 0.0, fail_at_step: int = -1, hang_at_step: int = -1
     ) -> None:

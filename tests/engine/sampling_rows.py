@@ -71,4 +71,4 @@ def process_and_sample(
     logits: jax.Array, rows: SamplingRows, backend: Backend = "reference"
 ) -> tuple[jax.Array, jax.Array]:
     """Token ids and logprobs, by the programs behind a step."""
-    return sample(logits, process_logits(logits, rows), rows, backend)
+    return sample(logits, process_logits(logits, rows, (), backend), rows, backend)

@@ -48,8 +48,9 @@ def test_a02_a_prompt_at_the_context_limit_is_refused_before_it_is_queued(model_
 
 def test_a07_pieces_streamed_across_a_preemption_join_to_the_final_text(model_folder: Path):
     llm_engine = make_llm_engine(
-        model_folder, max_model_len=128, num_gpu_blocks_override=9, max_num_batched_tokens=32, max_num_seqs=4
-    )
+        model_folder, max_model_len=128, num_gpu_blocks_override=9, max_num_batched_tokens=32, max_num_seqs=4,
+        num_growth_tokens=0,
+    )  # fmt: skip
     kinds = {"p": RequestOutputKind.DELTA, "q": RequestOutputKind.DELTA, "final": RequestOutputKind.FINAL_ONLY}
     prompts = {"p": ids(48), "q": ids(48, seed=1), "final": ids(48, seed=1)}
     for name, prompt in prompts.items():

@@ -12,13 +12,13 @@ PROMPT = list(range(40, 57))
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 256, "bucket_policy": "one_shape"}
 
 
-@pytest.mark.parametrize("vocab_size", [288, 267], ids=["even", "odd"])
-def test_c11_two_devices_list_the_model_s_ids_and_no_pads(tmp_path: Path, vocab_size: int):
+def test_c11_two_devices_list_the_model_s_ids_and_no_pads(tmp_path: Path):
     """K-bytes has 264 ids; the rows beyond are zeros, whose logit beats the others, which are all negative.
 
     As in vLLM such an id may be drawn and has no text. What the engine itself would pad, the 268th row on two devices,
     would have the same logit: it would be drawn as often, and it would lower every logprob.
     """
+    vocab_size = 267  # odd; tests/engine/test_cases_c.py has an even one on one device
     config = T_TINY | {"vocab_size": vocab_size}
     tensors = random_tensors(config)
     tensors["model.norm.weight"][:] = 1e-3

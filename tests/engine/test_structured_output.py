@@ -203,7 +203,7 @@ def test_synchronous_and_asynchronous_scheduling_give_equal_tokens_under_preempt
     for async_scheduling in (False, True):
         engine = Engine(
             model_folder, **TINY, max_model_len=112, max_num_seqs=6, num_gpu_blocks_override=num_blocks,
-            async_scheduling=async_scheduling,
+            async_scheduling=async_scheduling, num_growth_tokens=0,
         )  # fmt: skip
         outputs = engine.generate([[*shared, 65 + i] for i in range(12)], wanted, use_tqdm=False)
         results.append([(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in outputs])

@@ -49,6 +49,8 @@ class TinyExecutor:
     It is dispatched as DeviceExecutor does it, for all engines by one thread, so that a new engine finds it idle.
     """
 
+    bucket_policy = POLICY
+
     def __init__(self, config: EngineConfig) -> None:
         self.num_blocks = config.memory.num_blocks or NUM_BLOCKS
         self.planner = Planner(LIMITS, POLICY, config.seed)
@@ -119,7 +121,7 @@ class TinyCore:
             assert request_id not in self.ended, "a token after the end"
             self.tokens.setdefault(request_id, []).append(token_id)
         for request_id, logprobs in outputs.logprobs.items():
-            self.logprobs.setdefault(request_id, []).append(logprobs)
+            self.logprobs.setdefault(request_id, []).append(TokenLogprobs.unpack(logprobs))
         self.num_cached_tokens |= outputs.num_cached_tokens
         for request_id, end in outputs.finished.items():
             assert request_id not in self.ended, "two ends"

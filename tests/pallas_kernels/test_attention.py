@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import LayerSlice, cache_head_dim, make_attention_work, paged_attention, rope_and_write_kv
+from pallas_kernels import (
+    LayerSlice,
+    cache_head_dim,
+    make_attention_work,
+    paged_attention,
+    rope_and_write_kv,
+    rope_write_and_attend,
+)
 from tests.pallas_kernels.attention_cases import AttentionCase, expected_attention, make_case, merge_qkv, rounded_case
 
 SCALE = 0.17
@@ -55,13 +62,13 @@ class Setting:
         return rounded_case(case, self.dtype, self.cache_dtype)
 
     def run(self, case: AttentionCase, backend: str) -> np.ndarray:
-        """The reference writes the cache, with scales of 1: the numbers of the case are those in the cache."""
+        """In a decode bucket one op writes and attends. In a mixed one the reference writes, with scales of 1."""
         cache_dim = self.head_dim if backend == "reference" else cache_head_dim(self.head_dim)
         kv_cache = np.pad(case.kv_cache, [(0, 0)] * 5 + [(0, cache_dim - self.head_dim)])
         window = self.options.get("sliding_window")
 
         def both(q, k, v, kv_cache, slot_mapping, layer, *rows):
-            q, kv_cache = rope_and_write_kv(merge_qkv(q, k, v), kv_cache, slot_mapping, layer)
+            to_write = (merge_qkv(q, k, v), kv_cache, slot_mapping, layer)
             work = make_attention_work(
                 *rows[1:],
                 num_tokens=len(q),
@@ -74,11 +81,14 @@ class Setting:
                 kind=self.kind,
                 backend=backend,
             )
-            options = {"scale": SCALE, "kind": self.kind, "backend": backend, **self.options}
+            options = {"scale": SCALE, "backend": backend, **self.options}
             if "kv_scale" in options:  # among those of all layers
                 scales = jnp.full((len(kv_cache), 2), jnp.nan).at[case.layer].set(options["kv_scale"])
                 options["kv_scale"] = LayerSlice(scales, layer)
-            return paged_attention(q, kv_cache, layer, *rows, work, **options)
+            if self.kind == "decode":
+                return rope_write_and_attend(*to_write, *rows[:3], rows[4], work, **options)[0]
+            q, kv_cache = rope_and_write_kv(*to_write)
+            return paged_attention(q, kv_cache, layer, *rows, work, **options, kind=self.kind)
 
         floats = [jnp.asarray(x, self.dtype) for x in (case.q, case.k, case.v)]
         floats.append(jnp.asarray(kv_cache, self.cache_dtype or self.dtype))

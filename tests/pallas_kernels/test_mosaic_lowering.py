@@ -13,21 +13,29 @@ from pallas_kernels.mosaic import unsupported_reason
 
 KERNEL = re.compile(r"stablehlo\.custom_call @mosaic_gpu\w*\(%")
 LLAMA = HEAD_SHAPES[1]
+# Write and attention are two kernels where heads are padded in the cache, or too many of a group to fit beside its key.
+SEPARATE = ("phi-2", "phi-3-mini", "glm-4-9b", "falcon-like 12 of 128", "gemma-3-1b fp8")
 MIXED = Bucket("mixed", 2048, 256)
 
 
 def assert_lowers(heads: HeadShape, bucket: Bucket, block_size: int = 16) -> None:
-    """A decode bucket holds the write and one attention kernel, a mixed one the prefill kernel besides."""
+    """A mixed bucket holds the write and two attention kernels; a decode bucket one that writes and attends."""
     traced = jax.jit(layer_function(heads, bucket), donate_argnums=0).trace(
         *layer_specs(heads, bucket, block_size=block_size)
     )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert len(KERNEL.findall(text)) == (2 if bucket.kind == "decode" else 3)
+    num_of_decode = 2 if heads.name in SEPARATE else 1
+    assert len(KERNEL.findall(text)) == (3 if bucket.kind == "mixed" else num_of_decode)
 
 
 @pytest.mark.parametrize("heads", HEAD_SHAPES, ids=lambda heads: heads.name)
 def test_the_kernels_lower_for_the_heads_of_every_model(heads):
     assert_lowers(heads, MIXED)
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b fp8", "smollm2-135m", "glm-4-9b"])
+def test_a_decode_bucket_has_one_kernel_where_a_group_fits_beside_its_key(name):
+    assert_lowers(next(heads for heads in HEAD_SHAPES if heads.name == name), Bucket("decode", 8, 8))
 
 
 @pytest.mark.parametrize("bucket", [bucket for bucket in BUCKETS if bucket != MIXED], ids=str)

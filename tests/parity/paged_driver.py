@@ -61,7 +61,7 @@ class PagedDriver:
         """Take the blocks away; the next owner finds them poisoned."""
         blocks = np.array(sequence.block_ids)
         self.kv_cache = self.kv_cache.at[:, blocks].set(jnp.nan)
-        self.free = sequence.block_ids + self.free
+        self.free += sequence.block_ids
         sequence.block_ids, sequence.num_computed = [], 0
 
     def step(self, scheduled: list[tuple[PagedSequence, int]]) -> list[np.ndarray]:

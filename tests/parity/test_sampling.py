@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from jaxvllm.sampling import draw, kept_tokens, position_logprobs, process_logits
+from jaxvllm.sampling import draw, kept_tokens, position_logprobs, process_logits, sample
 from scheduler.logprob_columns import read_logprobs
 from scheduler.records import RecordField
 from scheduler.sampling_params import DerivedParams, SamplingParams
-from tests.engine.sampling_rows import make_rows, process_and_sample, repeat_row
+from tests.engine.sampling_rows import make_rows, repeat_row
 
 V, NUM_ROWS, EOS = 509, 40, 17
 
@@ -107,8 +107,8 @@ def backend(request):
 
 
 @pytest.fixture(scope="module")
-def process():
-    return jax.jit(process_logits)
+def process(backend):
+    return jax.jit(lambda logits, rows: process_logits(logits, rows, (), backend))
 
 
 def test_processed_logits_probabilities_and_masks_are_pytorch_s(requests, process):
@@ -140,9 +140,10 @@ def test_greedy_ids_are_pytorch_s_and_a_row_without_wishes_is_bit_equal(requests
     params, histories, logits = requests
     plain = [SamplingParams(temperature=0.0)] * NUM_ROWS
     mixed = [a if i % 2 else b for i, (a, b) in enumerate(zip(params, plain, strict=True))]
-    got = np.asarray(process(jnp.asarray(logits), make_rows(mixed, eos=EOS, histories=histories)))
-    assert np.array_equal(got[::2].view(np.int32), logits[::2].view(np.int32))
-    ids, _ = process_and_sample(jnp.asarray(logits), make_rows(mixed, eos=EOS, histories=histories), backend)
+    rows = make_rows(mixed, eos=EOS, histories=histories)
+    got = process(jnp.asarray(logits), rows)
+    assert np.array_equal(np.asarray(got)[::2].view(np.int32), logits[::2].view(np.int32))
+    ids, _ = jax.jit(sample, static_argnums=3)(jnp.asarray(logits), got, rows, backend)
     for i, p in enumerate(mixed):
         if p.is_greedy:
             assert int(ids[i]) == int(processed(logits[i], p, histories[i]).argmax())
@@ -151,12 +152,13 @@ def test_greedy_ids_are_pytorch_s_and_a_row_without_wishes_is_bit_equal(requests
 @pytest.mark.parametrize("num_groups", [128, 1], ids=["all tokens", "best groups"])
 def test_frequencies_of_100000_draws_pass_a_chi_square_test(num_groups, monkeypatch):
     monkeypatch.setattr(draw, "NUM_GROUPS", num_groups)
-    vocab, num_draws = 67, 100_000
+    vocab, num_draws = 131, 100_000  # three groups
     logits = np.random.default_rng(8).normal(0, 1.5, vocab).astype(np.float32)
     logits[5] = logits[6]
     choose = jax.jit(lambda logits, rows: draw.choose(logits, rows))
     every = jnp.broadcast_to(logits, (num_draws, vocab))
-    for p in ({"top_k": 20}, {"top_p": 0.9, "temperature": 0.7}, {"min_p": 0.05, "top_k": 30, "top_p": 0.95}):
+    filters = {"top_k": 20}, {"top_p": 0.9, "temperature": 0.7}, {"min_p": 0.05, "top_k": 30, "top_p": 0.95}
+    for p in ({"temperature": 1.3}, *filters):
         params = SamplingParams(seed=2024, **p)
         ids = np.asarray(choose(every, repeat_row(params, num_draws)))
         padded = torch.full((V,), -torch.inf, dtype=torch.float64)

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from scheduler.buckets import (
@@ -106,13 +108,19 @@ def test_keys_come_in_a_fixed_order_largest_first():
     ]
 
 
-def test_geometric_wastes_half_of_what_powers_of_two_do_where_few_requests_run():
+def test_geometric_wastes_two_thirds_of_what_powers_of_two_do_where_few_requests_run():
     steps = [StepShape("mixed", tokens, 60) for tokens in range(300, 16000, 37)]
     sizes = {"min_decode_size": 8, "min_mixed_size": 256}
     waste = {
         p.name: p.padding_waste(steps).tokens for p in (f(1024, 16384, **sizes) for f in (powers_of_two, geometric))
     }
-    assert waste["geometric"] < 0.6 * waste["powers_of_two"]
+    assert waste["geometric"] < 0.67 * waste["powers_of_two"]
+
+
+def test_mixed_sizes_of_geometric_are_not_finer_than_pays():
+    policy = geometric(256, 8192, min_decode_size=8, min_mixed_size=256)
+    tokens = [T for T, _ in policy.mixed_sizes]
+    assert len(policy.keys()) < 24 and min(b / a for a, b in itertools.pairwise(tokens)) > 1.3
 
 
 def test_a_step_takes_more_tokens_where_rows_cost_more():

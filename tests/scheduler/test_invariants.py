@@ -3,6 +3,7 @@
 import logging
 import runpy
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from scheduler.buckets import explicit
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.verify import EOS_TOKEN_ID, CheckedScheduler
 from tests.scheduler.requests_for_tests import ids, make_request
@@ -27,6 +29,7 @@ def scheduler_configs(draw: st.DrawFn) -> SchedulerConfig:
         long_prefill_token_threshold=draw(st.sampled_from([0, 3])),
         reserve_full_isl=draw(st.booleans()),
         async_scheduling=draw(st.booleans()),
+        num_growth_tokens=draw(st.sampled_from([0, 0, 5])),
     )
 
 
@@ -43,9 +46,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 3, 4]),
         usable_blocks=st.integers(3, 12),
         caching=st.sampled_from([True, True, False]),
+        sizes=st.sampled_from([set(), {1, 2, 5, 11, 20}]),
     )
-    def start(self, config: SchedulerConfig, block_size: int, usable_blocks: int, caching: bool) -> None:
-        self.checked = CheckedScheduler(config, CacheConfig(block_size, usable_blocks + 1, caching))
+    def start(
+        self, config: SchedulerConfig, block_size: int, usable_blocks: int, caching: bool, sizes: set[int]
+    ) -> None:
+        limits = config.max_num_seqs, config.max_num_batched_tokens
+        policy = explicit(*limits, [], {size for size in sizes if size < limits[1]} | {limits[1]}) if sizes else None
+        cache_config = CacheConfig(block_size, usable_blocks + 1, caching)
+        self.checked = CheckedScheduler(config, cache_config, policy and replace(policy, pads_worth_a_step=0))
         self.max_prompt = min(config.max_model_len, usable_blocks * block_size) - 1
 
     @rule(

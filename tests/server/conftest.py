@@ -10,6 +10,11 @@ from tests.engine.tokenizers_fixture import k_bytes
 from tests.server.process import Server, running_server
 
 BOS = 264
+TOOLS_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<{{ c.function.name }}|{{ c.function.arguments | tojson }}>{% endfor %}"
+    "\n{% endfor %}\x03"
+)
 
 
 @pytest.fixture(scope="session")
@@ -44,4 +49,12 @@ def slow_server(model_folder: Path) -> Iterator[Server]:
     """T-succ with 5 ms a step."""
     options = ("--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--disable-uvicorn-access-log")
     with running_server(model_folder, "slow_5ms", *options) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def parrot(model_folder: Path) -> Iterator[Server]:
+    """It says what stands between the bytes 1 and 2 of the prompt, in calls of tools too; byte 3 ends the prompt."""
+    options = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", TOOLS_TEMPLATE)
+    with running_server(model_folder, "parrot", *options) as server:
         yield server

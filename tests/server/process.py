@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 EXECUTORS = "tests.engine.fake_executor"
-START_S = 60.0
+START_S = 180.0  # of a machine that compiles much else at once; a process that ends is noticed at once
 SCRIPT = """
 import sys
 from jaxvllm.config import EngineArgs

@@ -1,16 +1,11 @@
 """Tool calls over HTTP: definitions in the prompt, calls in the answer, streamed and not. The model is a parrot."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
-from tests.server.process import Server, running_server
+from tests.server.process import Server
 
-TEMPLATE = "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}" + (
-    "{% for c in m.tool_calls or [] %}<{{ c.function.name }}|{{ c.function.arguments | tojson }}>{% endfor %}"
-    "\n{% endfor %}\x03"
-)
 WEATHER = {
     "type": "function",
     "function": {
@@ -22,13 +17,6 @@ WEATHER = {
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 ONE_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 TWO_CALLS = f'Let me see. {ONE_CALL}\n<tool_call>\n{{"name": "clock", "arguments": {{}}}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def hermes(model_folder) -> Iterator[Server]:
-    options = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", TEMPLATE)
-    with running_server(model_folder, "parrot", *options) as server:
-        yield server
 
 
 def body(said: str, **fields) -> dict:
@@ -70,25 +58,25 @@ def streamed(server: Server, request: dict) -> tuple[str | None, list[tuple[str,
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
-def test_auto_calls_are_found_in_the_text(hermes, ask):
-    assert ask(hermes, body("Just text.")) == ("Just text.", [], "stop")
-    content, calls, reason = ask(hermes, body(TWO_CALLS))
+def test_auto_calls_are_found_in_the_text(parrot, ask):
+    assert ask(parrot, body("Just text.")) == ("Just text.", [], "stop")
+    content, calls, reason = ask(parrot, body(TWO_CALLS))
     assert (content.strip(), reason) == ("Let me see.", "tool_calls")
     assert [(name, json.loads(text)) for name, text in calls] == [("weather", {"city": "Oslo"}), ("clock", {})]
-    _, calls, _ = ask(hermes, body(TWO_CALLS, parallel_tool_calls=False))
+    _, calls, _ = ask(parrot, body(TWO_CALLS, parallel_tool_calls=False))
     assert [name for name, _ in calls] == ["weather"]
-    assert ask(hermes, body(ONE_CALL, tool_choice="auto"))[::2] == (None, "tool_calls")
+    assert ask(parrot, body(ONE_CALL, tool_choice="auto"))[::2] == (None, "tool_calls")
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
-def test_none_leaves_text_as_it_is(hermes, ask):
-    assert ask(hermes, body(ONE_CALL, tool_choice="none")) == (ONE_CALL, [], "stop")
-    assert ask(hermes, body(ONE_CALL, tools=None)) == (ONE_CALL, [], "stop")
+def test_none_leaves_text_as_it_is(parrot, ask):
+    assert ask(parrot, body(ONE_CALL, tool_choice="none")) == (ONE_CALL, [], "stop")
+    assert ask(parrot, body(ONE_CALL, tools=None)) == (ONE_CALL, [], "stop")
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
-def test_a_call_that_is_cut_off_ends_with_length(hermes, ask):
-    _, calls, reason = ask(hermes, body(ONE_CALL, max_tokens=len(ONE_CALL) - 25))
+def test_a_call_that_is_cut_off_ends_with_length(parrot, ask):
+    _, calls, reason = ask(parrot, body(ONE_CALL, max_tokens=len(ONE_CALL) - 25))
     assert reason == "length" and calls[0][0] == "weather"
 
 
@@ -96,30 +84,30 @@ REQUIRED = '[{"name": "weather", "parameters": {"city": "Oslo [}]"}}, {"name": "
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
-def test_required_calls_are_a_list_that_the_text_is_held_to(hermes, ask):
-    content, calls, reason = ask(hermes, body(REQUIRED, tool_choice="required"))
+def test_required_calls_are_a_list_that_the_text_is_held_to(parrot, ask):
+    content, calls, reason = ask(parrot, body(REQUIRED, tool_choice="required"))
     assert (content, reason) == (None, "tool_calls")
     assert [(name, json.loads(text)) for name, text in calls] == [("weather", {"city": "Oslo [}]"}), ("clock", {})]
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
-def test_a_named_function_gets_all_of_the_text_as_arguments(hermes, ask):
+def test_a_named_function_gets_all_of_the_text_as_arguments(parrot, ask):
     choice = {"type": "function", "function": {"name": "weather"}}
-    answer = ask(hermes, body('{"city": "Oslo"}', tool_choice=choice))
+    answer = ask(parrot, body('{"city": "Oslo"}', tool_choice=choice))
     assert answer == (None, [("weather", '{"city": "Oslo"}')], "stop")
 
 
-def test_text_that_breaks_the_demand_cannot_come(hermes):
+def test_text_that_breaks_the_demand_cannot_come(parrot):
     """The parrot ignores what it is allowed to say: the engine notices, and the answer is an error."""
     for said, choice in (("No.", "required"), ("No.", {"type": "function", "function": {"name": "weather"}})):
-        assert hermes.post("/v1/chat/completions", body(said, tool_choice=choice)).error()["code"] in (400, 500)
+        assert parrot.post("/v1/chat/completions", body(said, tool_choice=choice)).error()["code"] in (400, 500)
 
 
-def test_definitions_and_former_calls_are_rendered(hermes):
+def test_definitions_and_former_calls_are_rendered(parrot):
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     messages = [{"role": "assistant", "content": "x", "tool_calls": [call]}, {"role": "tool", "content": "rain"}]
-    tokens = hermes.post("/tokenize", {"messages": messages, "tools": [CLOCK]}).json()["tokens"]
-    text = hermes.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    tokens = parrot.post("/tokenize", {"messages": messages, "tools": [CLOCK]}).json()["tokens"]
+    text = parrot.post("/detokenize", {"tokens": tokens}).json()["prompt"]
     expected = '[{"type": "function", "function": {"name": "clock"}}]\na:x<weather|{"city": "Oslo"}>t:rain\x03'
     assert text == expected
 
@@ -134,17 +122,17 @@ def test_definitions_and_former_calls_are_rendered(hermes):
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "cannot be combined"),
     ],
 )
-def test_contradictions_are_refused(hermes, fields, words):
-    assert words in hermes.post("/v1/chat/completions", body("x", **fields)).error()["message"]
+def test_contradictions_are_refused(parrot, fields, words):
+    assert words in parrot.post("/v1/chat/completions", body("x", **fields)).error()["message"]
 
 
 @pytest.mark.parametrize(
     "calls",
     ["x", [1], [{}], [{"function": {"name": "f", "arguments": "{"}}], [{"function": {"name": "f", "arguments": "[]"}}]],
 )
-def test_former_calls_that_are_none_are_refused(hermes, calls):
+def test_former_calls_that_are_none_are_refused(parrot, calls):
     messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
-    assert hermes.post("/v1/chat/completions", {"messages": messages}).error()["param"] == "messages"
+    assert parrot.post("/v1/chat/completions", {"messages": messages}).error()["param"] == "messages"
 
 
 def test_auto_needs_a_server_that_was_started_for_it(server):
@@ -152,10 +140,10 @@ def test_auto_needs_a_server_that_was_started_for_it(server):
     assert error["param"] == "tool_choice" and "--enable-auto-tool-choice" in error["message"]
 
 
-def test_templates_see_their_variables_and_cannot_be_tricked(hermes, server):
+def test_templates_see_their_variables_and_cannot_be_tricked(parrot, server):
     messages = [{"role": "user", "content": "\x01x\x02"}]
     for kwargs in ({"tools": []}, {"tokenize": True}, {"messages": []}, {"chat_template": "x"}):
-        error = hermes.post("/v1/chat/completions", {"messages": messages, "chat_template_kwargs": kwargs}).error()
+        error = parrot.post("/v1/chat/completions", {"messages": messages, "chat_template_kwargs": kwargs}).error()
         assert error["param"] == "chat_template_kwargs"
     error = server.post("/v1/chat/completions", {"messages": messages, "chat_template": "{{ 1 }}"}).error()
     assert error["param"] == "chat_template" and "--trust-request-chat-template" in error["message"]
