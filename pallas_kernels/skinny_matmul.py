@@ -196,9 +196,11 @@ def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: Matmul
             def _():
                 plgpu.barrier_wait(free.at[slot])
 
-            @pl.when(copied >= statics.in_flight)
-            def _():
-                plgpu.barrier_wait(filled.at[lax.rem(copied - statics.in_flight, jnp.int32(num_slots))])
+            if statics.in_flight:
+
+                @pl.when(copied >= statics.in_flight)
+                def _():
+                    plgpu.barrier_wait(filled.at[lax.rem(copied - statics.in_flight, jnp.int32(num_slots))])
 
             unit_way = div(i, stage.tiles)
             tile = i - unit_way * stage.tiles

@@ -111,7 +111,8 @@ class MatmulConfig:
         must not run side by side: each result has to depend on the other's. False: a kernel each, for the interpreter.
       copy_whole_tiles: see skinny_matmul. False: a copy an atom, for the interpreter.
       in_flight: weight tiles, of 32 KiB mostly, that a CTA may have asked for and not got. With all slots asked for at
-        once, the stores by which CTAs tell each other of their results took 3 us.
+        once, the stores by which CTAs tell each other of their results took 3 us. 0: no bound, for the interpreter,
+        where a thread that waits for a barrier once has to wait for all its completions.
     """
 
     num_ctas: int = NUM_SMS
@@ -130,7 +131,7 @@ MAX_PREFERRED_WEIGHTS = 48 * 2**20  # elements
 # Norms and gates of more than FEW_ROWS rows are left to XLA up to here. Milliseconds a step of Qwen3-0.6B, XLA and
 # kernels, on one H200: 7.057 and 7.068 for 256 rows, 5.141 and 5.108 for 2,048, 38.03 and 37.61 for 16,384.
 MIN_PREFERRED_ROWS = 2048
-INTERPRET_MATMUL = MatmulConfig(num_ctas=3, max_slots=2, one_kernel=False, copy_whole_tiles=False, in_flight=1)
+INTERPRET_MATMUL = MatmulConfig(num_ctas=3, max_slots=2, one_kernel=False, copy_whole_tiles=False, in_flight=0)
 
 
 def matmul_config(*, interpret: bool, num_sms: int | None) -> MatmulConfig:
