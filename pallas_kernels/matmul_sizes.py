@@ -125,7 +125,7 @@ def _segments_of(num_inputs: int) -> int:
 
 def _unit_of(stage: MatmulStage, config: MatmulConfig) -> int:
     narrow = MAX_UNIT // 2
-    return narrow if config.narrow_units and stage.weight.shape[-2] // narrow <= config.num_ctas else MAX_UNIT
+    return narrow if stage.weight.shape[-2] // narrow <= config.num_ctas else MAX_UNIT
 
 
 def _tile_of(num_inputs: int, most: int) -> int:

@@ -106,17 +106,19 @@ class MatmulConfig:
 
     Attributes:
       num_ctas: CTAs of the grid. With `one_kernel` all of them have to be resident at once: at most one an SM.
-      max_slots: weight tiles in flight; fewer if shared memory is short.
-      one_kernel: the stages are one kernel, whose CTAs wait for each other by atomics. False: a kernel each, for the
-        interpreter.
+      max_slots: weight tiles of the ring; fewer if shared memory is short.
+      one_kernel: stages are one kernel where they can be, whose CTAs wait for each other by atomics. Two such kernels
+        must not run side by side: each result has to depend on the other's. False: a kernel each, for the interpreter.
       copy_whole_tiles: see skinny_matmul. False: a copy an atom, for the interpreter.
+      in_flight: weight tiles, of 32 KiB mostly, that a CTA may have asked for and not got. With all slots asked for at
+        once, the stores by which CTAs tell each other of their results took 3 us. 0: no bound, for the interpreter,
+        where a thread that waits for a barrier once has to wait for all its completions.
     """
 
     num_ctas: int = NUM_SMS
     max_slots: int = 16
     one_kernel: bool = True
     copy_whole_tiles: bool = True
-    narrow_units: bool = True
     in_flight: int = 2
 
 
