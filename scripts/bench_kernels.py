@@ -96,11 +96,13 @@ def plan_checks(section: str) -> list[tuple[CheckShape, int]]:
         rows.append((CheckShape(qwen3, "decode", 64, 64), 12))
         rows.append((CheckShape(qwen2, "decode", 64, 64, 128), 10))
         rows.append((CheckShape(smollm2, "mixed", 16, 8), 6))
+        # Few rows, which one kernel writes and attends.
         rows.append((CheckShape(smollm2, "decode", 8, 8), 6))
-        rows.append((CheckShape(llama, "decode", 33, 33, 32), 10))
-        rows.append((CheckShape(llama, "decode", 64, 64, cache_dtype=shapes.FP8, **GEMMA, has_sinks=True), 10))
-        rows.append((CheckShape(HeadShape("1 of 128", 4, 4, 128), "decode", 64, 64, dtype="float16"), 10))
-        rows.append((CheckShape(HeadShape("gemma", 8, 4, 256), "decode", 64, 64, **GEMMA), 10))
+        rows.append((CheckShape(qwen3, "decode", 8, 8), 12))
+        rows.append((CheckShape(llama, "decode", 5, 5, 32), 10))
+        rows.append((CheckShape(llama, "decode", 8, 8, cache_dtype=shapes.FP8, **GEMMA, has_sinks=True), 10))
+        rows.append((CheckShape(HeadShape("1 of 128", 4, 4, 128), "decode", 8, 8, dtype="float16"), 10))
+        rows.append((CheckShape(HeadShape("gemma", 8, 4, 256), "decode", 8, 8, **GEMMA), 10))
         return rows
     if section != "check breadth":
         return []

@@ -76,8 +76,8 @@ def compile_kernels(only: str) -> list[str]:
     device = _device()
     wrong = []
     for heads in HEAD_SHAPES:
-        for bucket in (Bucket("decode", 256, 256), Bucket("mixed", 2048, 256)):
-            name = f"{heads.name} {bucket.kind}"
+        for bucket in (Bucket("decode", 8, 8), Bucket("decode", 256, 256), Bucket("mixed", 2048, 256)):
+            name = f"{heads.name} {bucket.kind}" + (" of few rows" if bucket.num_rows == 8 else "")
             if only not in name:
                 continue
             print(f"== {name}", flush=True)

@@ -38,19 +38,20 @@ def lowered_step(architecture: str, num_rows: int) -> str:
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-ATTENTION = 1  # kernel, with the write
+# Kernels: the write is a part of attention in the small bucket.
+ATTENTION_OF_FEW, ATTENTION = 1, 2
 
 
 @pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "OPTForCausalLM"])
 def test_eight_rows_run_as_kernels_and_more_rows_as_xla_makes_them(architecture):
     """The layers are lowered once, so these are of one: qkv, attention's output, the feed-forward."""
-    assert len(KERNEL.findall(lowered_step(architecture, ROWS))) == ATTENTION + 3
+    assert len(KERNEL.findall(lowered_step(architecture, ROWS))) == ATTENTION_OF_FEW + 3
     assert len(KERNEL.findall(lowered_step(architecture, 2 * ROWS))) == ATTENTION
 
 
 def test_a_layer_of_llama_ends_with_the_first_product_of_the_next():
     """All as one kernel; that of the first layer's own product, which no layer before has done, is one more."""
-    assert len(KERNEL.findall(lowered_step("Qwen3ForCausalLM", ROWS))) == 1 + ATTENTION + 1
+    assert len(KERNEL.findall(lowered_step("Qwen3ForCausalLM", ROWS))) == 1 + ATTENTION_OF_FEW + 1
     assert len(KERNEL.findall(lowered_step("Qwen3ForCausalLM", 2 * ROWS))) == ATTENTION
 
 
