@@ -4,12 +4,13 @@
 
 Sections time, wall clock over many queued calls (kernel_rows.py), and check each row against float64 as well; "check"
 sections run random ragged batches. Each section is a process (checks are several), so that a kernel that hangs or
-breaks the CUDA context takes nothing else with it. All start and compile at once; they measure in turn, the most
-wanted first, when they are told to. A row that fails is recorded as such. Sections that do not run keep their rows in
-the output file. With JAX_PLATFORMS=cpu it is a rehearsal in the interpreter at tiny shapes.
+breaks the CUDA context takes nothing else with it. All start and compile at once; when all have, they measure in turn.
+A row that fails is recorded as such. Sections that do not run keep their rows in the output file. With
+JAX_PLATFORMS=cpu it is a rehearsal in the interpreter at tiny shapes.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -306,9 +307,10 @@ def run_all(args: argparse.Namespace) -> int:
         name: [Child.start(name, part, rank, memory, args) for part in range(SECTIONS[name].processes)]
         for rank, name in enumerate(names)
     }
+    # Beside what compiles, short kernels would be launched late: 8 x 1024 query tokens took 203 us instead of 170.
+    for child in itertools.chain(*children.values()):
+        child.wait_until_ready(end)
     for name in names:
-        for child in children[name]:
-            child.wait_until_ready(end)
         start = time.monotonic()
         for child in children[name]:
             child.go()
