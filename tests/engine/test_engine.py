@@ -60,8 +60,9 @@ def test_synchronous_and_asynchronous_scheduling_give_the_same(model_folder, num
     results = []
     for async_scheduling in (True, False):
         engine = make_engine(
-            model_folder, async_scheduling=async_scheduling, num_gpu_blocks_override=num_blocks, max_model_len=100
-        )
+            model_folder, async_scheduling=async_scheduling, num_gpu_blocks_override=num_blocks, max_model_len=100,
+            num_growth_tokens=0,
+        )  # fmt: skip
         results.append([o.outputs[0] for o in engine.generate(prompts, params, use_tqdm=False)])
         preemptions = next(m.value for m in engine.get_metrics() if m.name == "vllm:num_preemptions")
         assert (preemptions > 0) == (num_blocks == 11)

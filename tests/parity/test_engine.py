@@ -59,6 +59,7 @@ def test_greedy_ids_equal_those_of_transformers_under_pressure(tiny, folder, asy
         max_model_len=128,
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=14,
+        num_growth_tokens=0,
     )
     outputs = engine.generate(PROMPTS, PARAMS, use_tqdm=False)
     answers = [output.outputs[0].token_ids for output in outputs]

@@ -47,6 +47,7 @@ def test_e06_stop_tokens_count_and_cached_tokens_do_only_on_a_second_visit(model
             answer = server.post("/v1/completions", {"max_tokens": 9} | fields).json()
             assert answer["usage"]["completion_tokens"] == 4 and answer["choices"][0]["finish_reason"] == "stop"
         with_small_pool = ("--num-gpu-blocks-override", "9", "--max-model-len", "128", "--max-num-seqs", "4")
+        with_small_pool += ("--num-growth-tokens", "0")  # else nobody is pre-empted
     prompts = [[i] * 40 for i in range(1, 5)]
     with running_server(model_folder, "successor", *with_small_pool, "--enable-prompt-tokens-details") as server:
         body = {"prompt": prompts, "max_tokens": 40, "ignore_eos": True}
