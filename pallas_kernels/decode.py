@@ -6,8 +6,8 @@ warpgroup computes. Keys are the rows of the products, S^T = K Q^T and O^T = V^T
 heads costs 8 columns and not 64 rows. A CTA that has only part of an item writes a normalised partial result and its
 log-sum-exp; the last of the item's CTAs to arrive merges them in the order of the line: the same bits every time.
 
-In a step of decode rows only the kernel takes the merged qkv (write_and_decode): it norms and rotates queries and key,
-writes key and value to the cache, and starts the softmax with them (decode_newest.py).
+In a step of few decode rows and no others the kernel takes the merged qkv (write_and_decode): it norms and rotates
+queries and key, writes key and value to the cache, and starts the softmax with them (decode_newest.py).
 
 Letters: T tokens  R rows  N query heads  K kv heads  H head_dim  G = N / K
 """
@@ -82,12 +82,7 @@ def paged_decode(
     )
     operands = {
         "q": _as_rows(q, sizes),
-        "kv_cache": kv_cache,
-        "block_tables": block_tables,
-        "seq_lens": seq_lens,
-        "layer": layer.reshape(1),
-        "num_tokens": num_tokens.reshape(1),
-        "kv_scale": None if kv_scale is None else as_stack(kv_scale, layer),
+        **_cached(kv_cache, layer, block_tables, seq_lens, num_tokens, kv_scale),
     }
     return _run(sizes, operands, work, sinks, interpret).reshape(q.shape)
 
@@ -147,12 +142,7 @@ def write_and_decode(
     cache_ref = jax.new_ref(kv_cache, memory_space=plgpu.GMEM)
     operands = {
         "q": jnp.pad(rows, ((0, num_padded - len(rows)), (0, 0))),  # copies only where the batch is tiny
-        "kv_cache": cache_ref,
-        "block_tables": block_tables,
-        "seq_lens": seq_lens,
-        "layer": layer.reshape(1),
-        "num_tokens": num_tokens.reshape(1),
-        "kv_scale": None if kv_scale is None else as_stack(kv_scale, layer),
+        **_cached(cache_ref, layer, block_tables, seq_lens, num_tokens, kv_scale),
         "slots": slot_mapping,
         "cos": rope and rope[0],
         "sin": rope and rope[1],
@@ -180,6 +170,25 @@ def _sizes(
         cache_dtype=kv_cache.dtype,
         **options,
     )
+
+
+def _cached(
+    kv_cache: Any,
+    layer: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    num_tokens: jax.Array,
+    kv_scale: LayerArray | None,
+) -> dict[str, Any]:
+    """The operands that say what each row has in the cache."""
+    return {
+        "kv_cache": kv_cache,
+        "block_tables": block_tables,
+        "seq_lens": seq_lens,
+        "layer": layer.reshape(1),
+        "num_tokens": num_tokens.reshape(1),
+        "kv_scale": None if kv_scale is None else as_stack(kv_scale, layer),
+    }
 
 
 def _run(
