@@ -83,7 +83,7 @@ def plan_rows(section: str) -> Iterable[partial[Measurement]]:
 
 
 def plan_checks(section: str) -> list[tuple[CheckShape, int]]:
-    """Shapes to check and the number of batches: 150 of the usual ones, and 110 over all that models may want."""
+    """Shapes to check and the number of batches: 158 of the usual ones, and 110 over all that models may want."""
     if not shapes.ON_CARD:
         tiny = CheckShape(HeadShape("tiny", 2, 1, 64), "mixed", 24, 3, max_len=60, num_slots=400)
         decode = CheckShape(HeadShape("tiny", 2, 1, 128), "decode", 3, 3, max_len=60, num_slots=400)
