@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import Ref, pl, plgpu, swizzled_smem
+from pallas_kernels.common import Ref, kernel, pl, plgpu, swizzled_smem
 from pallas_kernels.layer_slice import LayerArray, as_stack
 from pallas_kernels.prefill_copy import copy_tiles, widen_tiles
 from pallas_kernels.prefill_rows import copies_of_rows, copy_rows_out, load_rows, rows_smem, store_rows
@@ -49,7 +49,7 @@ def paged_prefill(
     sinks: jax.Array | None = None,
     kv_scale: LayerArray | None = None,
     config: PrefillConfig,
-    interpret: Any = False,
+    interpret: bool = False,
 ) -> jax.Array:
     """Causal attention of the prefill tokens, into an array that holds the others' results.
 
@@ -64,7 +64,7 @@ def paged_prefill(
       scale: factor of the scores.
       sliding_window, soft_cap, sinks, kv_scale: as in ops.paged_attention.
       config: static.
-      interpret: False, or InterpretGPUParams.
+      interpret: for the CPU interpreter.
 
     Returns:
       out with the tokens of the work's tiles replaced, and no others.
@@ -95,11 +95,10 @@ def paged_prefill(
     operands += [] if kv_scale is None else [as_stack(kv_scale, layer)]
     out_ref = jax.new_ref(out, memory_space=plgpu.GMEM)
     num_threads = config.warpgroups + (2 if sizes.is_narrow else 1)
-    pl.kernel(
+    kernel(
         functools.partial(_attend, sizes),
         out_type=(),
         mesh=plgpu.Mesh(grid=(config.num_ctas,), grid_names=("cta",), num_threads=num_threads, thread_name="warpgroup"),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         name="paged_prefill",
     )(*operands, out_ref)
@@ -127,7 +126,6 @@ def _attend(sizes: PrefillSizes, *refs: Ref) -> None:
         @pl.when(warpgroup == config.warpgroups)
         def _():
             plgpu.set_max_registers(copy_registers, action="decrease")
-
             plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: copy_tiles(sizes, inputs, scratch)))
 
         if sizes.is_narrow:

@@ -16,19 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import (
-    LOG2E,
-    Ref,
-    capped,
-    div,
-    finish_before_what_follows,
-    full,
-    hide_columns,
-    pl,
-    plgpu,
-)
+from pallas_kernels.common import LOG2E, Ref, across_columns, capped, div, full, pl, plgpu
 from pallas_kernels.layer_slice import place_in
-from pallas_kernels.prefill_products import multiply_if_needed, start_product
+from pallas_kernels.prefill_products import (
+    finish_before_what_follows,
+    hide_columns,
+    multiply_if_needed,
+    start_product,
+)
 from pallas_kernels.prefill_sizes import PrefillInputs, PrefillScratch, PrefillSizes, QueryTile
 from pallas_kernels.work_lists import ROWS_PER_WARPGROUP
 
@@ -109,7 +104,7 @@ def attend_tiles(part: Part) -> jax.Array:
     weight = 1.0 / total
     if inputs.kv_scale is not None:
         weight = weight * inputs.kv_scale[place_in(inputs.kv_scale, inputs.layer[0]), 1]
-    return acc * _across_columns(weight, acc)
+    return acc * across_columns(weight, acc)
 
 
 def _ranges(part: Part) -> tuple[jax.Array | int, ...]:
@@ -192,9 +187,9 @@ def _softmax(
     maximum = scores.max(axis=1) * to_base_2
     new_highest = jnp.where(maximum - highest > MAX_GROWTH, maximum, highest)
     rescale = jnp.exp2(highest - new_highest)
-    p = jnp.exp2(scores * to_base_2 - _across_columns(new_highest, scores))
+    p = jnp.exp2(scores * to_base_2 - across_columns(new_highest, scores))
     added = functools.reduce(jnp.add, [p[:, c : c + _SUM_COLUMNS] for c in range(0, p.shape[1], _SUM_COLUMNS)])
-    return p, new_highest, total * _across_columns(rescale, total) + added, rescale
+    return p, new_highest, total * across_columns(rescale, total) + added, rescale
 
 
 def _hide_unseen(part: Part, i: jax.Array, scores: jax.Array) -> jax.Array:
@@ -219,7 +214,7 @@ def _hand_over(part: Part, p: jax.Array) -> jax.Array | None:
 def _rescaled(part: Part, progress: Progress) -> jax.Array:
     """The accumulator relative to the present maximum."""
     if part.sizes.is_interpreted:
-        return progress.acc * _across_columns(progress.rescale, progress.acc)
+        return progress.acc * across_columns(progress.rescale, progress.acc)
     return multiply_if_needed(progress.acc, progress.rescale)
 
 
@@ -264,13 +259,8 @@ def _zero_unseen_values(part: Part, i: jax.Array) -> None:
             for column in range(0, sizes.head_dim, 64):
                 here = pl.ds(begin, 64), pl.ds(column, 64)
                 values = plgpu.load(scratch.v.at[slot, *here], layout=_WGMMA)
-                scratch.v[slot, *here] = jnp.where(_across_columns(is_seen, values), values, jnp.zeros_like(values))
+                scratch.v[slot, *here] = jnp.where(across_columns(is_seen, values), values, jnp.zeros_like(values))
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.v_zeroed)
     plgpu.barrier_wait(scratch.v_zeroed)
-
-
-def _across_columns(column: jax.Array, like: jax.Array) -> jax.Array:
-    """[rows] -> like.shape."""
-    return lax.broadcast_in_dim(column, like.shape, [0])
