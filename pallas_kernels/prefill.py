@@ -30,8 +30,8 @@ from pallas_kernels.work_lists import ROWS_PER_WARPGROUP, PrefillWork
 REGISTERS = {
     (2, False): (240, 24, 0),
     (2, True): (216, 24, 56),
-    (1, False): (248, 24, 0),
-    (1, True): (248, 24, 96),
+    (1, False): (248, 64, 0),
+    (1, True): (248, 64, 96),
 }
 
 
@@ -121,7 +121,8 @@ def _attend(sizes: PrefillSizes, *refs: Ref) -> None:
         @pl.when(warpgroup < config.warpgroups)
         def _():
             plgpu.set_max_registers(compute_registers, action="increase")
-            _compute(sizes, inputs, scratch, warpgroup)
+            # Known where there is one: addresses that depend on it take registers, and heads of 256 leave none.
+            _compute(sizes, inputs, scratch, warpgroup if config.warpgroups > 1 else 0)
 
         @pl.when(warpgroup == config.warpgroups)
         def _():
@@ -171,7 +172,7 @@ def _scratch_types(sizes: PrefillSizes) -> tuple[Any, ...]:
     )
 
 
-def _compute(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch, warpgroup: jax.Array) -> None:
+def _compute(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch, warpgroup: jax.Array | int) -> None:
     """One of the computing warpgroups: its share of every query tile."""
     q_in, o_smem = scratch.q_in.at[warpgroup], scratch.o.at[warpgroup]
 
@@ -181,7 +182,8 @@ def _compute(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch
         q = load_rows(sizes, q_in)
         if not sizes.q_in_registers:
             q_smem = scratch.q.at[warpgroup]
-            q_smem[...] = q
+            for first in range(0, sizes.head_dim, 64):  # the columns of a swizzled tile: few addresses
+                q_smem.at[:, pl.ds(first, 64)][...] = q[:, first : first + 64]
             plgpu.commit_smem()
             q = q_smem
         out = attend_tiles(Part(sizes, inputs, scratch, query, warpgroup, q, done))

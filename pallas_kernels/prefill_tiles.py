@@ -56,7 +56,7 @@ class Part:
     inputs: PrefillInputs
     scratch: PrefillScratch
     query: QueryTile
-    warpgroup: jax.Array
+    warpgroup: jax.Array | int
     q: Any  # [64, H] in registers, or a reference to shared memory
     done: jax.Array  # key tiles of the query tiles before
 
@@ -93,7 +93,8 @@ def attend_tiles(part: Part) -> jax.Array:
     masked, unmasked = (functools.partial(_step, part, is_masked=is_masked) for is_masked in (True, False))
     begin, unmasked_begin, unmasked_end, end = _ranges(part)
     if part.sizes.sliding_window is not None:
-        progress = lax.fori_loop(begin, unmasked_begin, masked, progress)
+        at_window = functools.partial(_step, part, is_masked=True, is_after_first=True)
+        progress = lax.fori_loop(begin, unmasked_begin, at_window, progress)
     progress = lax.fori_loop(unmasked_begin, unmasked_end, unmasked, progress)
     progress = lax.fori_loop(unmasked_end, end, masked, progress)
     acc = _last_values(part, progress)
@@ -112,9 +113,9 @@ def _ranges(part: Part) -> tuple[jax.Array | int, ...]:
     sizes, tile, begin, end = part.sizes, part.sizes.config.tile, part.first + 1, part.end
     unmasked_begin = begin
     if sizes.sliding_window is not None:
-        # Behind the last tile that hides a key from the warpgroup's last token.
+        # Behind the last tile that hides a key from the warpgroup's last token, and behind the first values' step.
         hidden = jnp.maximum(part.first_position + sizes.tokens - sizes.sliding_window, 0)
-        unmasked_begin = jnp.clip(div(hidden + (tile - 1), tile), begin, end)
+        unmasked_begin = jnp.clip(div(hidden + (tile - 1), tile), begin + 1, end)
     num_full = jnp.minimum(div(part.first_position + 1, tile), div(part.query.num_keys, tile))
     return begin, unmasked_begin, jnp.clip(num_full, unmasked_begin, end), end
 
@@ -135,15 +136,15 @@ def _first_scores(part: Part) -> Progress:
     return Progress(acc, full(rows, 1.0, _BY_ROW), _hand_over(part, p), highest, total)
 
 
-def _step(part: Part, i: jax.Array, before: Progress, *, is_masked: bool) -> Progress:
-    """Scores of key tile i while the values of tile i - 1 are added."""
+def _step(part: Part, i: jax.Array, before: Progress, *, is_masked: bool, is_after_first: bool = False) -> Progress:
+    """Scores of key tile i while the values of tile i - 1 are added, which may be the first if `is_after_first`."""
     sizes, scratch, slot = part.sizes, part.scratch, part.slot_of(i)
     plgpu.barrier_wait(scratch.k_full.at[slot])
 
     def body(acc_ref: Ref) -> tuple[jax.Array, ...]:
         scores = start_product(part.q, scratch.k.at[slot], interpret=sizes.is_interpreted)
         acc = _rescaled(part, before)  # the tensor cores are busy meanwhile
-        _start_values(part, acc_ref, acc, before.p, i - 1)
+        _start_values(part, acc_ref, acc, before.p, i - 1, is_first=is_after_first)
         plgpu.wgmma_wait(1)
         plgpu.barrier_arrive(scratch.k_free.at[slot])
         p, highest, total, rescale = _softmax(part, i, scores, before.highest, before.total, is_masked=is_masked)
@@ -162,7 +163,8 @@ def _last_values(part: Part, before: Progress) -> jax.Array:
 
     def body(acc_ref: Ref) -> jax.Array:
         acc = _rescaled(part, before)
-        _start_values(part, acc_ref, acc, before.p, last, is_last=True)
+        is_first = part.sizes.sliding_window is not None
+        _start_values(part, acc_ref, acc, before.p, last, is_first=is_first, is_last=True)
         return _finish_values(part, acc_ref, acc)
 
     acc = pl.run_scoped(body, _accumulator(part))
@@ -223,19 +225,28 @@ def _accumulator(part: Part) -> Any:
 
 
 def _start_values(
-    part: Part, acc_ref: Ref, acc: jax.Array, p: jax.Array | None, i: jax.Array, *, is_last: bool = False
+    part: Part,
+    acc_ref: Ref,
+    acc: jax.Array,
+    p: jax.Array | None,
+    i: jax.Array,
+    *,
+    is_first: bool = False,
+    is_last: bool = False,
 ) -> None:
-    """Begin to add the values of tile i, weighted by p, to acc."""
-    slot, scratch = part.slot_of(i), part.scratch
+    """Begin to add the values of tile i, weighted by p, to acc.
+
+    Only the query tile's first and last key tile, which `is_first` and `is_last` say that i may be, have keys that no
+    token sees.
+    """
+    slot, scratch, tile = part.slot_of(i), part.scratch, part.sizes.config.tile
     if not part.sizes.is_interpreted:  # which cannot set an accumulator: it starts from zeros
         acc_ref[...] = acc
     plgpu.barrier_wait(scratch.v_full.at[slot])
-    if is_last or part.sizes.sliding_window is not None:
-        tile = part.sizes.config.tile
-        has_unseen = part.lowest_key > i * tile
-        if is_last:
-            has_unseen = jnp.logical_or(part.query.num_keys < part.end * tile, has_unseen)
-        pl.when(has_unseen)(lambda: _zero_unseen_values(part, i))
+    unseen = [part.lowest_key > i * tile] if is_first else []
+    unseen += [part.query.num_keys < part.end * tile] if is_last else []
+    if unseen:
+        pl.when(functools.reduce(jnp.logical_or, unseen))(lambda: _zero_unseen_values(part, i))
     plgpu.wgmma(acc_ref, scratch.p.at[part.warpgroup] if p is None else p, scratch.v.at[slot])
 
 
