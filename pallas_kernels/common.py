@@ -131,10 +131,19 @@ def widened(narrow: Ref, dtype: Any, *, is_operand: bool = False) -> jax.Array:
     """[tile, H] of 8-bit numbers in shared memory, in registers as `dtype`.
 
     For products that read registers (`is_operand`) they are brought to the WGMMA layout, for which threads exchange
-    what they have. What goes back to shared memory stays as it came.
+    what they have. For what goes back to shared memory a thread has 8 neighbours: loads of 8 bytes, stores of 16.
     """
-    values = plgpu.load(narrow, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+    layout = plgpu.Layout.WGMMA_UPCAST_2X if is_operand else _neighbours_layout(narrow.shape[1])
+    values = plgpu.load(narrow, layout=layout, optimized=False)
     if is_operand:  # while they are narrow: half as many registers
         values = plgpu.layout_cast(values, plgpu.Layout.WGMMA)
     values = values.astype(jnp.float16)  # the conversion that the hardware has, and exact
     return values if dtype == jnp.float16 else values.astype(jnp.float32).astype(dtype)
+
+
+def _neighbours_layout(head_dim: int) -> Any:
+    """[tile, H] over a warpgroup: 8 neighbours a thread, the threads of a row side by side, so that no banks clash."""
+    width = min(head_dim, 128)  # of a swizzled tile
+    rows_of_warp = LANES * 8 // width
+    tiles = (WARPS * rows_of_warp, width), (rows_of_warp, width), (1, 8)
+    return tiled_layout(*tiles, warp_dims=(-6,), lane_dims=(-4, -3))
