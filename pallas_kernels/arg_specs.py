@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic import cache_head_dim, make_attention_work
+from pallas_kernels.mosaic_attention import cache_head_dim, make_attention_work
 from pallas_kernels.ops import paged_attention, rope_and_write_kv, rope_write_and_attend
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm

@@ -1,16 +1,16 @@
 """What the Mosaic GPU kernels share."""
 
-import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.experimental.pallas
 import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 
 # Typed Any: the annotations of these modules reject how jax's own kernels call them.
 pl: Any = jax.experimental.pallas
@@ -18,6 +18,12 @@ plgpu: Any = jax.experimental.pallas.mosaic_gpu
 
 Ref = Any  # a reference to global or shared memory, or to barriers
 
+# Of q, weights and products.
+DTYPES = ("bfloat16", "float16")
+# Of a warpgroup, the 128 threads that compute together.
+WARPS, LANES = 4, 32
+# Rows of a product by one instruction of a warpgroup.
+PRODUCT_ROWS = 64
 # Rows of a swizzle atom: a copy of a swizzled tile starts at a multiple of it in global memory, or is silently wrong.
 ATOM = 8
 LOG2E = math.log2(math.e)
@@ -31,7 +37,9 @@ class AttentionSizes:
 
     Attributes:
       group: query heads of a kv head.
+      scale: factor of the scores.
       dtype: of q and of the result.
+      config: how the work is cut; see the subclasses.
     """
 
     num_tokens: int
@@ -45,11 +53,32 @@ class AttentionSizes:
     has_sinks: bool
     dtype: Any
     cache_dtype: Any
+    config: Any
 
     @property
     def is_narrow(self) -> bool:
         """Whether keys and values are kept in 8 bits and widened on their way into the products."""
         return jnp.dtype(self.cache_dtype).itemsize == 1
+
+    @property
+    def blocks_per_tile(self) -> int:
+        """KV cache blocks of a key tile."""
+        return self.config.tile // self.block_size
+
+
+def kernel(
+    body: Callable[..., None], *, name: str, out_type: Any, mesh: Any, interpret: bool, **compiler_params: Any
+) -> Callable[..., Any]:
+    """pl.kernel for the card, or for the CPU interpreter. approx_math holds unless compiler_params say otherwise."""
+    compiler_params = {"approx_math": True, "lowering_semantics": plgpu.LoweringSemantics.Lane} | compiler_params
+    return pl.kernel(
+        body,
+        name=name,
+        out_type=out_type,
+        mesh=mesh,
+        compiler_params=plgpu.CompilerParams(**compiler_params),
+        interpret=plgpu.InterpretGPUParams() if interpret else False,
+    )
 
 
 def swizzled_smem(*shape: int, dtype: Any) -> Any:
@@ -57,6 +86,15 @@ def swizzled_smem(*shape: int, dtype: Any) -> Any:
     row_bytes = min(128, shape[-1] * jnp.dtype(dtype).itemsize)
     tiling = plgpu.TilingTransform((ATOM, row_bytes // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(row_bytes)))
+
+
+def tiled_layout(*tiles: tuple[int, ...], warp_dims: tuple[Any, ...], lane_dims: tuple[int, ...]) -> Any:
+    """A layout of registers over a warpgroup: `tiles` from large to small, the last dimension is one thread's vector.
+
+    warp_dims and lane_dims count the dimensions of all tiles from the end, as in Mosaic's TiledLayout.
+    """
+    layout = TiledLayout(plgpu.Tiling(tiles), warp_dims, lane_dims, -1, _check_canonical=False).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
 def capped(scores: jax.Array, cap: float) -> jax.Array:
@@ -74,85 +112,38 @@ def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
+def spread(x: jax.Array, shape: tuple[int, ...], dims: tuple[int, ...], layout: Any) -> jax.Array:
+    """x as the dimensions `dims` of an array of `shape`, equal along the others, in registers of a layout."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, dims), layout)
+
+
+def across_rows(row: jax.Array, like: jax.Array) -> jax.Array:
+    """[columns] -> like.shape, [rows, columns] in the WGMMA layout."""
+    return spread(row, like.shape, (1,), plgpu.Layout.WGMMA)
+
+
+def across_columns(column: jax.Array, like: jax.Array) -> jax.Array:
+    """[rows] -> like.shape, [rows, columns] in the WGMMA layout."""
+    return spread(column, like.shape, (0,), plgpu.Layout.WGMMA)
+
+
 def widened(narrow: Ref, dtype: Any, *, is_operand: bool = False) -> jax.Array:
     """[tile, H] of 8-bit numbers in shared memory, in registers as `dtype`.
 
     For products that read registers (`is_operand`) they are brought to the WGMMA layout, for which threads exchange
-    what they have. What goes back to shared memory stays as it came.
+    what they have. For what goes back to shared memory a thread has 8 neighbours: loads of 8 bytes, stores of 16.
     """
-    values = plgpu.load(narrow, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+    layout = plgpu.Layout.WGMMA_UPCAST_2X if is_operand else _neighbours_layout(narrow.shape[1])
+    values = plgpu.load(narrow, layout=layout, optimized=False)
     if is_operand:  # while they are narrow: half as many registers
         values = plgpu.layout_cast(values, plgpu.Layout.WGMMA)
     values = values.astype(jnp.float16)  # the conversion that the hardware has, and exact
     return values if dtype == jnp.float16 else values.astype(jnp.float32).astype(dtype)
 
 
-def hide_columns(scores: jax.Array, begin: jax.Array | None, end: jax.Array, *, interpret: bool) -> jax.Array:
-    """Scores with MIN_SCORE in the columns of each row that are not in [begin, end).
-
-    The interpreter compares with an array of column numbers; the compiler would keep these in registers all along.
-
-    Args:
-      scores: f32[rows, columns] in the WGMMA layout.
-      begin, end: i32[rows] in the same layout; begin is None for 0.
-    """
-    layout = plgpu.Layout.WGMMA
-    if interpret:
-        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout)
-        seen = column < lax.broadcast_in_dim(end, scores.shape, [0])
-        if begin is not None:
-            seen = jnp.logical_and(seen, column >= lax.broadcast_in_dim(begin, scores.shape, [0]))
-        return jnp.where(seen, scores, MIN_SCORE)
-    scores = _hide(scores, end, "from")
-    return scores if begin is None else _hide(scores, begin, "before")
-
-
-def _hide(scores: jax.Array, bound: jax.Array, which: Literal["from", "before"]) -> jax.Array:
-    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-    from jax._src.lib.mlir.dialects import arith, vector
-    from jax.experimental.mosaic import gpu as mgpu
-
-    layout = plgpu.Layout.WGMMA
-
-    @plgpu.inline_mgpu(
-        arg_types=(layout.reduce(1), layout),
-        return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout),
-    )
-    def hide(ctx: Any, bound: Any, scores: Any) -> Any:
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        pair_type = ir.VectorType.get((2,), i32)
-        # A thread has two rows, 8 apart, and of each 8 columns two neighbours.
-        first_column = arith.shli(arith.andi(mgpu.utils.thread_idx(), mgpu.utils.c(3, i32)), mgpu.utils.c(1, i32))
-        bounds = [arith.subi(vector.extract(row, [], [0]), first_column) for row in bound.registers.flat]
-        bounds = [vector.broadcast(pair_type, b) for b in bounds]
-        smallest = vector.broadcast(ir.VectorType.get((2,), f32), mgpu.utils.c(MIN_SCORE, f32))
-        comparison = arith.CmpIPredicate.slt if which == "from" else arith.CmpIPredicate.sge
-        registers = scores.registers.copy().reshape(-1, 2)
-        for (block, row), pair in np.ndenumerate(registers):
-            columns = ir.DenseElementsAttr.get(np.array([8 * block, 8 * block + 1], np.int32), type=pair_type)
-            is_seen = arith.cmpi(comparison, arith.constant(pair_type, columns), bounds[row])
-            registers[block, row] = arith.select(is_seen, pair, smallest)
-        return mgpu.FragmentedArray(
-            _registers=registers.reshape(scores.registers.shape), _layout=scores.layout, _is_signed=None
-        )
-
-    return hide(bound, scores)
-
-
-def finish_before_what_follows(x: jax.Array) -> None:
-    """Keep ptxas from moving the computation of x, f32[64, N] of numbers >= 0, behind the next wait for products.
-
-    It may move arithmetic past a wait, and does, so that none would be left to overlap with the products. A store that
-    depends on x and never happens holds it. Not for the interpreter.
-    """
-    from jax._src.lib.mlir.dialects import arith, vector
-    from jax.experimental.mosaic import gpu as mgpu
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
-    def finish(ctx: Any, x: Any) -> None:
-        values = [vector.extract(pair, [], [i]) for pair in x.registers.flat for i in range(2)]
-        store = "mov.u32 a, 0; setp.lt.f32 p, $0, 0f00000000; @p st.volatile.shared.f32 [a], $0;"
-        ptx = f"{{ .reg .pred p; .reg .b32 a; {store} }}"
-        mgpu.utils.inline_ptx(ptx, functools.reduce(arith.addf, values), has_side_effects=True)
-
-    finish(x)
+def _neighbours_layout(head_dim: int) -> Any:
+    """[tile, H] over a warpgroup: 8 neighbours a thread, the threads of a row side by side, so that no banks clash."""
+    width = min(head_dim, 128)  # of a swizzled tile
+    rows_of_warp = LANES * 8 // width
+    tiles = (WARPS * rows_of_warp, width), (rows_of_warp, width), (1, 8)
+    return tiled_layout(*tiles, warp_dims=(-6,), lane_dims=(-4, -3))

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import ATOM, Ref, div, pl, plgpu, swizzled_smem
+from pallas_kernels.common import ATOM, PRODUCT_ROWS, Ref, across_rows, div, kernel, pl, plgpu, swizzled_smem
 from pallas_kernels.decode_copy import DecodeInputs, DecodeScratch, copy_tiles, my_stretch
-from pallas_kernels.decode_merge import across_rows, arrive, merge_item, merge_kernel, store_item, store_zeros
+from pallas_kernels.decode_merge import arrive, merge_item, merge_kernel, store_item, store_zeros
 from pallas_kernels.decode_newest import load_tables
 from pallas_kernels.decode_sizes import DecodeSizes, MergedQKV, round_up
 from pallas_kernels.decode_tiles import ItemTiles, attend_tiles
@@ -29,8 +29,6 @@ from pallas_kernels.layer_slice import LayerArray, as_stack
 from pallas_kernels.reference_rope_write import HeadNorm
 from pallas_kernels.tuning import DecodeConfig
 from pallas_kernels.work_lists import DecodeWork
-
-_COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def paged_decode(
@@ -48,7 +46,7 @@ def paged_decode(
     sinks: jax.Array | None = None,
     kv_scale: LayerArray | None = None,
     config: DecodeConfig,
-    interpret: Any = False,
+    interpret: bool = False,
 ) -> jax.Array:
     """Attention of the decode rows, which are the first tokens of the step.
 
@@ -63,7 +61,7 @@ def paged_decode(
       scale: factor of the scores.
       sliding_window, soft_cap, sinks, kv_scale: as in ops.paged_attention.
       config: static.
-      interpret: False, or InterpretGPUParams.
+      interpret: for the CPU interpreter.
 
     Returns:
       Like q: results in the decode rows, zeros from num_tokens on; what lies between is NOT written.
@@ -105,7 +103,7 @@ def write_and_decode(
     sinks: jax.Array | None = None,
     kv_scale: LayerArray | None = None,
     config: DecodeConfig,
-    interpret: Any = False,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Norm, rotation, cache write and attention of a step of decode rows only; see decode_sizes.takes_merged_qkv.
 
@@ -192,7 +190,7 @@ def _cached(
 
 
 def _run(
-    sizes: DecodeSizes, operands: dict[str, Any], work: DecodeWork, sinks: jax.Array | None, interpret: Any
+    sizes: DecodeSizes, operands: dict[str, Any], work: DecodeWork, sinks: jax.Array | None, interpret: bool
 ) -> jax.Array:
     """Call the kernel, and the one that merges if it does not itself: [T * N, H].
 
@@ -207,26 +205,24 @@ def _run(
         "sinks": None if sinks is None else sizes.sinks_by_column(sinks),
     }
     operands = {name: x for name, x in operands.items() if x is not None}
-    out, partials = pl.kernel(
+    out, partials = kernel(
         functools.partial(_attend, sizes, tuple(operands)),
         out_type=(
             jax.ShapeDtypeStruct((sizes.num_tokens * sizes.num_heads, sizes.head_dim), sizes.dtype),
-            jax.ShapeDtypeStruct((2 * config.num_ctas, sizes.parts + 1, 64, sizes.columns), jnp.float32),
+            jax.ShapeDtypeStruct((2 * config.num_ctas, sizes.parts + 1, PRODUCT_ROWS, sizes.columns), jnp.float32),
         ),
         mesh=plgpu.Mesh(grid=(config.num_ctas,), grid_names=("cta",), num_threads=2, thread_name="warpgroup"),
-        compiler_params=_COMPILER_PARAMS,
         interpret=interpret,
         name="paged_decode" if sizes.merged is None else "write_and_decode",
     )(*operands.values())
-    if config.merge == "atomic":
+    if sizes.on_card:
         return out
     out_ref = jax.new_ref(out, memory_space=plgpu.GMEM)
     sink_operands = [operands["sinks"]] if sizes.has_sinks else []
-    pl.kernel(
+    kernel(
         functools.partial(merge_kernel, sizes),
         out_type=(),
         mesh=plgpu.Mesh(grid=(config.num_ctas,), grid_names=("cta",)),
-        compiler_params=_COMPILER_PARAMS,
         interpret=interpret,
         name="paged_decode_merge",
     )(operands["seq_lens"], work.starts, work.stretch, partials, *sink_operands, out_ref)
@@ -277,7 +273,7 @@ def _scratch_types(sizes: DecodeSizes) -> tuple[Any, ...]:
         wide(sizes.columns, head_dim) if sizes.is_narrow else None,
         ring,
         ring,
-        wide(64, head_dim) if sizes.is_narrow and not sizes.on_card else None,
+        wide(PRODUCT_ROWS, head_dim) if sizes.is_narrow and not sizes.on_card else None,
         wide(tile, head_dim) if sizes.is_narrow else None,
         wide(sizes.columns, tile),
         plgpu.SMEM((sizes.columns, head_dim), sizes.dtype),
@@ -323,7 +319,7 @@ def _compute(sizes: DecodeSizes, inputs: DecodeInputs, outputs: tuple[Ref, ...],
         num_tiles = sizes.num_tiles(length)
         end = jnp.minimum(num_tiles, begin + (mine.num_tiles - done))
         q_slot = lax.rem(j, jnp.int32(2))
-        tables = None if sizes.merged is None else load_tables(sizes, inputs, row)
+        tables = None if sizes.merged is None else load_tables(inputs, row)
         plgpu.barrier_wait(scratch.q_full.at[q_slot])
         outs, lse = attend_tiles(sizes, inputs, scratch, q_slot, ItemTiles(item, length, begin, end, done), tables)
         is_whole = jnp.logical_and(begin == 0, end == num_tiles)

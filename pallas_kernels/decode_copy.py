@@ -17,41 +17,41 @@ from pallas_kernels.decode_sizes import DecodeSizes
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """The kernel's operands in global memory."""
+    """The kernel's operands in global memory; see decode.paged_decode and write_and_decode."""
 
     q: Ref  # [rows, H], or the rows of the merged qkv
-    kv_cache: Ref
-    block_tables: Ref
-    seq_lens: Ref
-    layer: Ref
-    num_tokens: Ref
-    starts: Ref
+    kv_cache: Ref  # [L, num_blocks, 2, K, block_size, H]
+    block_tables: Ref  # i32[R, max_blocks]
+    seq_lens: Ref  # i32[R]
+    layer: Ref  # i32[1]
+    num_tokens: Ref  # i32[1]
+    starts: Ref  # as in work_lists.DecodeWork, like the next two
     stretch: Ref
-    arrivals: Ref = None
-    sinks: Ref = None
-    kv_scale: Ref = None
+    arrivals: Ref = None  # None: another kernel merges
+    sinks: Ref = None  # of DecodeSizes.sinks_by_column
+    kv_scale: Ref = None  # f32[L or 1, 2]
     # With merged qkv only:
-    slots: Ref = None
-    cos: Ref = None
+    slots: Ref = None  # i32[T]
+    cos: Ref = None  # f32[T, H / 2]; with heads of 64 [T, H], see write_and_decode
     sin: Ref = None
-    q_weight: Ref = None
+    q_weight: Ref = None  # [L or 1, H]
     k_weight: Ref = None
 
 
 @dataclass(frozen=True)
 class DecodeScratch:
-    """Shared memory and barriers of one CTA."""
+    """Shared memory and barriers of one CTA. A barrier of a buffer has as many places as the buffer."""
 
-    q: Ref  # of this item and of the next
-    q_half: Ref  # of this item in float16 and times the scores' factor, for 8-bit keys
-    k: Ref  # the rings
+    q: Ref  # [2, columns, H] of this item and of the next
+    q_half: Ref  # f16[columns, H] of this item times the scores' factor, for 8-bit keys
+    k: Ref  # [stages, tile, H] the rings, of the cache's dtype
     v: Ref
-    k_wide: Ref  # where 8 bits are widened; K goes there in the interpreter only, 64 rows at a time
-    v_wide: Ref
-    p: Ref
-    o: Ref  # not swizzled, so that its rows can go anywhere
-    turned: Ref  # heads of 64 of merged qkv, twice; see decode_newest
-    is_last: Ref  # is this CTA the last to arrive
+    k_wide: Ref  # f16[64, H] 8-bit keys widened; in the interpreter only, else they go to registers
+    v_wide: Ref  # f16[tile, H] 8-bit values widened
+    p: Ref  # [columns, tile] weights of the keys
+    o: Ref  # [columns, H] not swizzled, so that its rows can go anywhere
+    turned: Ref  # [columns, 2 * H] heads of 64 of merged qkv, twice; see decode_newest
+    is_last: Ref  # i32[1] is this CTA the last to arrive
     q_full: Ref
     k_full: Ref
     v_full: Ref
@@ -68,14 +68,14 @@ class _Tile:
     item: jax.Array
     index: jax.Array  # within the item
     length: jax.Array  # keys of the item
-    blocks: tuple[jax.Array, ...]
+    blocks: tuple[jax.Array, ...]  # ids of its KV cache blocks
 
 
 @dataclass(frozen=True)
 class Stretch:
     """The part of the line that one CTA has."""
 
-    first_tile: jax.Array
+    first_tile: jax.Array  # on the line
     num_tiles: jax.Array
     first_item: jax.Array
     first_index: jax.Array  # of its first tile within its first item

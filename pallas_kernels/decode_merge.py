@@ -11,15 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import ATOM, LOG2E, MIN_SCORE, Ref, div, full, pl, plgpu
+from pallas_kernels.common import ATOM, LOG2E, MIN_SCORE, PRODUCT_ROWS, Ref, across_rows, div, full, pl, plgpu
 from pallas_kernels.decode_sizes import DecodeSizes
 
 _WGMMA = plgpu.Layout.WGMMA
-
-
-def across_rows(row: jax.Array, like: jax.Array) -> jax.Array:
-    """[columns] -> like.shape."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(row, like.shape, [1]), _WGMMA)
 
 
 def store_item(
@@ -38,7 +33,7 @@ def store_item(
         outs = [out * across_rows(share, out) for out in outs]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for part, out in enumerate(outs):
-        o_smem.at[:, pl.ds(part * 64, 64)].transpose((1, 0))[...] = out.astype(sizes.dtype)
+        o_smem.at[:, pl.ds(part * PRODUCT_ROWS, PRODUCT_ROWS)].transpose((1, 0))[...] = out.astype(sizes.dtype)
     plgpu.commit_smem()
     rows = pl.ds(sizes.first_column(item), sizes.group)
     plgpu.copy_smem_to_gmem(o_smem.at[rows], out_ref.at[pl.ds(item * sizes.group, sizes.group)])
@@ -48,8 +43,8 @@ def store_zeros(sizes: DecodeSizes, num_tokens: jax.Array, o_smem: Ref, out_ref:
     """Zero the pad tokens [num_tokens, T), shared among the CTAs."""
     heads = max(n for n in range(1, sizes.columns + 1) if sizes.num_heads % n == 0)
     for part in range(sizes.parts):
-        zeros = full((64, sizes.columns), 0.0, _WGMMA).astype(sizes.dtype)
-        o_smem.at[:, pl.ds(part * 64, 64)].transpose((1, 0))[...] = zeros
+        zeros = full((PRODUCT_ROWS, sizes.columns), 0.0, _WGMMA).astype(sizes.dtype)
+        o_smem.at[:, pl.ds(part * PRODUCT_ROWS, PRODUCT_ROWS)].transpose((1, 0))[...] = zeros
     plgpu.commit_smem()
     first = num_tokens + lax.axis_index("cta")
     num_ctas = sizes.config.num_ctas
@@ -97,14 +92,12 @@ def merge_item(
         weights = [jnp.exp2(lse - new_highest) for lse in lses]
         weight = functools.reduce(operator.add, weights, weight * rescale)
         acc = tuple(
-            functools.reduce(
-                lambda a, b: a + b, [w * out[p] for w, out in zip(weights, outs, strict=True)], a * rescale
-            )
+            functools.reduce(operator.add, [w * out[p] for w, out in zip(weights, outs, strict=True)], a * rescale)
             for p, a in enumerate(acc)
         )
         return new_highest, weight, acc
 
-    shape = (64, sizes.columns)
+    shape = (PRODUCT_ROWS, sizes.columns)
     zeros = tuple(full(shape, 0.0, _WGMMA) for _ in range(parts))
     start = (full(shape, MIN_SCORE, _WGMMA), full(shape, 0.0, _WGMMA), zeros)
     highest, weight, acc = lax.fori_loop(0, div(last - first + unroll, unroll), body, start)

@@ -7,6 +7,8 @@ value's columns are taken out. The roundings are those of reference_rope_write.
 Letters: T tokens  G query heads of a kv head  H head_dim
 """
 
+import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import MIN_SCORE, capped, div, full, pl, plgpu
+from pallas_kernels.common import MIN_SCORE, PRODUCT_ROWS, across_columns, across_rows, capped, div, full, pl, plgpu
 from pallas_kernels.decode_copy import DecodeInputs, DecodeScratch
-from pallas_kernels.decode_merge import across_rows
 from pallas_kernels.decode_sizes import DecodeSizes
 from pallas_kernels.layer_slice import place_in
 
 _WGMMA = plgpu.Layout.WGMMA
-_ROWS = 64  # of a part of the head
 
 # Parts [64, columns] of the window, or [64] of one head, as float32.
 Parts = list[jax.Array]
@@ -38,14 +38,14 @@ class Tables:
     sin: Parts
 
 
-def load_tables(sizes: DecodeSizes, inputs: DecodeInputs, row: jax.Array) -> Tables:
+def load_tables(inputs: DecodeInputs, row: jax.Array) -> Tables:
     """Read them before the wait for q, behind which they would come late."""
 
     def parts(ref: Any, place: Any) -> Parts:
         if ref is None:
             return []
         here = ref.at[place]
-        rows = [pl.ds(i, _ROWS) for i in range(0, here.shape[0], _ROWS)]
+        rows = [pl.ds(i, PRODUCT_ROWS) for i in range(0, here.shape[0], PRODUCT_ROWS)]
         loaded = [plgpu.load(here.at[r], layout=_WGMMA.reduce(1), optimized=False) for r in rows]
         return [x.astype(jnp.float32) for x in loaded]
 
@@ -76,8 +76,8 @@ def take_newest(
       The window as the products take it, in parts [64, columns] as float32, and what the softmax over the tiles
       starts from: maximum, sums of weights, accumulators.
     """
-    shape = (_ROWS, sizes.columns)
-    raw = [_load(scratch.q.at[q_slot, :, pl.ds(part * _ROWS, _ROWS)]) for part in range(sizes.parts)]
+    shape = (PRODUCT_ROWS, sizes.columns)
+    raw = [_load(scratch.q.at[q_slot, :, pl.ds(part * PRODUCT_ROWS, PRODUCT_ROWS)]) for part in range(sizes.parts)]
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_WGMMA)
     key_column = sizes.first_column(item) + sizes.group
     is_key, is_value = column == key_column, column == key_column + 1
@@ -93,33 +93,21 @@ def take_newest(
         [jnp.where(mask, x, 0.0).sum(axis=1) for x in parts] for mask, parts in ((is_key, keys), (is_value, values))
     )
     pl.when(is_first)(lambda: _write(sizes, inputs, item, tables.slot, key, value))
-    products = [x * _across_columns(k, x) for x, k in zip(turned, key, strict=True)]
-    score = _sum(products).sum(axis=0) * factor
+    products = [x * across_columns(k, x) for x, k in zip(turned, key, strict=True)]
+    score = functools.reduce(operator.add, products).sum(axis=0) * factor
     if sizes.soft_cap is not None:
         score = capped(score, sizes.soft_cap)
     highest = jnp.where(is_first, score, MIN_SCORE)
     # Sums are kept a row each until the end: the newest key's weight, 1, counts in one of them.
     row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA)
     total = jnp.where(jnp.logical_and(is_first, row == 0), 1.0, full(shape, 0.0, _WGMMA))
-    acc = tuple(jnp.where(is_first, _across_columns(v, total), 0.0) for v in value)
+    acc = tuple(jnp.where(is_first, across_columns(v, total), 0.0) for v in value)
     return turned, (highest, total, acc)
 
 
 def _load(heads: Any) -> jax.Array:
     """A part [columns, 64] of the window, transposed."""
     return plgpu.load(heads.transpose((1, 0)), layout=_WGMMA, optimized=False).astype(jnp.float32)
-
-
-def _sum(parts: Parts) -> jax.Array:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-def _across_columns(rows: jax.Array, like: jax.Array) -> jax.Array:
-    """[64] -> like.shape."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(rows, like.shape, [0]), _WGMMA)
 
 
 def _rounded(sizes: DecodeSizes, x: jax.Array) -> jax.Array:
@@ -131,11 +119,11 @@ def _normalise(sizes: DecodeSizes, parts: Parts, tables: Tables, is_key: jax.Arr
     merged = sizes.merged
     if merged is None or not tables.q_weight:
         return parts
-    squares = _sum([x * x for x in parts]).sum(axis=0)
+    squares = functools.reduce(operator.add, [x * x for x in parts]).sum(axis=0)
     factor = across_rows(lax.rsqrt(squares * (1.0 / sizes.head_dim) + merged.eps), parts[0])
     out = []
     for x, q_weight, k_weight in zip(parts, tables.q_weight, tables.k_weight, strict=True):
-        weight = jnp.where(is_key, _across_columns(k_weight, x), _across_columns(q_weight, x))
+        weight = jnp.where(is_key, across_columns(k_weight, x), across_columns(q_weight, x))
         if merged.unit_offset:
             out.append(_rounded(sizes, x * factor * (1.0 + weight)))
         else:  # the product of two 16-bit numbers is exact in float32
@@ -152,7 +140,7 @@ def _rotate(sizes: DecodeSizes, parts: Parts, tables: Tables, scratch: DecodeScr
     half = sizes.parts // 2
     first, second = [], []
     for x, y, cos, sin in zip(parts[:half], parts[half:], tables.cos, tables.sin, strict=True):
-        cos, sin = _across_columns(cos, x), _across_columns(sin, x)
+        cos, sin = across_columns(cos, x), across_columns(sin, x)
         first.append(_rounded(sizes, x * cos - y * sin))
         second.append(_rounded(sizes, y * cos + x * sin))
     return first + second
@@ -164,10 +152,10 @@ def _rotate_part(sizes: DecodeSizes, x: jax.Array, tables: Tables, scratch: Deco
     There the head lies twice in a row, so that the rows from the middle on begin with its second half.
     """
     for copy in range(2):
-        scratch.turned.at[:, pl.ds(copy * _ROWS, _ROWS)].transpose((1, 0))[...] = x.astype(sizes.dtype)
+        scratch.turned.at[:, pl.ds(copy * PRODUCT_ROWS, PRODUCT_ROWS)].transpose((1, 0))[...] = x.astype(sizes.dtype)
     plgpu.commit_smem()
-    other = _load(scratch.turned.at[:, pl.ds(_ROWS // 2, _ROWS)])
-    cos, sin = _across_columns(tables.cos[0], x), _across_columns(tables.sin[0], x)
+    other = _load(scratch.turned.at[:, pl.ds(PRODUCT_ROWS // 2, PRODUCT_ROWS)])
+    cos, sin = across_columns(tables.cos[0], x), across_columns(tables.sin[0], x)
     return _rounded(sizes, x * cos + other * sin)
 
 
@@ -190,4 +178,4 @@ def _write(
         for kv, parts in enumerate((key, value)):
             target = inputs.kv_cache.at[inputs.layer[0], block, kv, head, slot - block * sizes.block_size]
             for i, x in enumerate(parts):
-                target.at[pl.ds(i * _ROWS, _ROWS)][...] = x.astype(sizes.cache_dtype)
+                target.at[pl.ds(i * PRODUCT_ROWS, PRODUCT_ROWS)][...] = x.astype(sizes.cache_dtype)

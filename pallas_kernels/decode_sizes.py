@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import ATOM, AttentionSizes, div
+from pallas_kernels.common import ATOM, PRODUCT_ROWS, AttentionSizes, div
 from pallas_kernels.tuning import DecodeConfig
 
 # Elements of the accumulated O^T with merged qkv, all columns of the window. With twice as many, heads of 256 over an
@@ -31,9 +31,9 @@ class MergedQKV:
 class DecodeSizes(AttentionSizes):
     """What a decode kernel is compiled for."""
 
+    config: DecodeConfig
     num_rows: int
     num_heads: int
-    config: DecodeConfig
     merged: MergedQKV | None = None  # None: q is rotated, and the cache has the newest keys
 
     @property
@@ -61,12 +61,7 @@ class DecodeSizes(AttentionSizes):
     @property
     def parts(self) -> int:
         """64-row parts of O^T."""
-        return self.head_dim // 64
-
-    @property
-    def blocks_per_tile(self) -> int:
-        """KV cache blocks of a key tile."""
-        return self.config.tile // self.block_size
+        return self.head_dim // PRODUCT_ROWS
 
     def first_tile(self, length: jax.Array) -> jax.Array | int:
         """The first tile with a visible key."""

@@ -5,6 +5,7 @@ Keys are the rows of the products, 64 at a time, and the query heads of the grou
 Letters: N query heads  K kv heads  H head_dim  G = N / K
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import LOG2E, MIN_SCORE, Ref, capped, full, pl, plgpu, widened
+from pallas_kernels.common import LOG2E, MIN_SCORE, PRODUCT_ROWS, Ref, across_rows, capped, full, pl, plgpu, widened
 from pallas_kernels.decode_copy import DecodeInputs, DecodeScratch
-from pallas_kernels.decode_merge import across_rows
 from pallas_kernels.decode_newest import Tables, take_newest
 from pallas_kernels.decode_sizes import DecodeSizes
 from pallas_kernels.layer_slice import place_in
 
 _WGMMA = plgpu.Layout.WGMMA
-_ROWS = 64  # of a product
 
 
 @dataclass(frozen=True)
@@ -67,17 +66,17 @@ def attend_tiles(
         if sizes.soft_cap is not None:
             scores = [capped(s, sizes.soft_cap) for s in scores]
         scores = [
-            jnp.where(_is_seen(sizes, s.shape, tiles.length, first_key + part * _ROWS), s, MIN_SCORE)
+            jnp.where(_is_seen(sizes, s.shape, tiles.length, first_key + part * PRODUCT_ROWS), s, MIN_SCORE)
             for part, s in enumerate(scores)
         ]
-        new_highest = jnp.maximum(highest, _maximum(scores).max(axis=0))
+        new_highest = jnp.maximum(highest, functools.reduce(jnp.maximum, scores).max(axis=0))
         rescale = jnp.exp2(highest - new_highest)
         total = total * across_rows(rescale, total)
         for part, s in enumerate(scores):
             p = jnp.exp2(s - across_rows(new_highest, s))
             # Summed over keys only once, at the end: a sum across warps costs more than these additions.
             total = total + p
-            rows = scratch.p.at[:, pl.ds(part * _ROWS, _ROWS)] if len(scores) > 1 else scratch.p
+            rows = scratch.p.at[:, pl.ds(part * PRODUCT_ROWS, PRODUCT_ROWS)] if len(scores) > 1 else scratch.p
             rows.transpose((1, 0))[...] = p.astype(sizes.product_dtype)
         if not sizes.is_narrow:
             plgpu.barrier_wait(scratch.v_full.at[slot])
@@ -95,13 +94,6 @@ def attend_tiles(
     return [a * across_rows(factor_of_values, a) for a in acc], highest + jnp.log2(total)
 
 
-def _maximum(parts: list[jax.Array]) -> jax.Array:
-    highest = parts[0]
-    for part in parts[1:]:
-        highest = jnp.maximum(highest, part)
-    return highest
-
-
 def _take_q(
     sizes: DecodeSizes,
     inputs: DecodeInputs,
@@ -117,12 +109,12 @@ def _take_q(
     """
     columns = sizes.columns
     here = scratch.q.at[q_slot]
-    parts = [pl.ds(part * _ROWS, _ROWS) for part in range(sizes.parts)]
+    parts = [pl.ds(part * PRODUCT_ROWS, PRODUCT_ROWS) for part in range(sizes.parts)]
     if tables is not None:
         values, start = take_newest(sizes, inputs, scratch, q_slot, tiles.item, tiles.begin == 0, tables, factor)
     else:
-        zeros = tuple(full((_ROWS, columns), 0.0, _WGMMA) for _ in parts)
-        start = (full((columns,), MIN_SCORE, _WGMMA.reduce(0)), full((_ROWS, columns), 0.0, _WGMMA), zeros)
+        zeros = tuple(full((PRODUCT_ROWS, columns), 0.0, _WGMMA) for _ in parts)
+        start = (full((columns,), MIN_SCORE, _WGMMA.reduce(0)), full((PRODUCT_ROWS, columns), 0.0, _WGMMA), zeros)
         if not sizes.is_narrow:
             return here, start
         loads = [plgpu.load(here.at[:, rows].transpose((1, 0)), layout=_WGMMA, optimized=False) for rows in parts]
@@ -148,26 +140,26 @@ def _scores(sizes: DecodeSizes, scratch: DecodeScratch, slot: jax.Array, q: Ref)
                 _widen_values(sizes, scratch, slot)
             return acc[...]
 
-        return pl.run_scoped(body, plgpu.ACC((_ROWS, sizes.columns), jnp.float32))
+        return pl.run_scoped(body, plgpu.ACC((PRODUCT_ROWS, sizes.columns), jnp.float32))
 
     out = []
-    for part in range(0, sizes.config.tile, _ROWS):
-        k = keys.at[pl.ds(part, _ROWS)] if sizes.config.tile > _ROWS else keys
+    for part in range(0, sizes.config.tile, PRODUCT_ROWS):
+        k = keys.at[pl.ds(part, PRODUCT_ROWS)] if sizes.config.tile > PRODUCT_ROWS else keys
         if sizes.is_narrow:
             k = widened(k, sizes.product_dtype, is_operand=True)
             if not sizes.on_card:  # the interpreter takes operands from shared memory
                 scratch.k_wide[...] = k
                 plgpu.commit_smem()
                 k = scratch.k_wide
-        out.append(product(k, part + _ROWS == sizes.config.tile))
+        out.append(product(k, part + PRODUCT_ROWS == sizes.config.tile))
     return out
 
 
 def _widen_values(sizes: DecodeSizes, scratch: DecodeScratch, slot: jax.Array) -> None:
     """Wait for the values, 8-bit numbers, and put them into scratch.v_wide; releases the slot."""
     plgpu.barrier_wait(scratch.v_full.at[slot])
-    for part in range(0, sizes.config.tile, _ROWS):
-        rows = pl.ds(part, _ROWS)
+    for part in range(0, sizes.config.tile, PRODUCT_ROWS):
+        rows = pl.ds(part, PRODUCT_ROWS)
         scratch.v_wide[rows] = widened(scratch.v.at[slot, rows], sizes.product_dtype)
     plgpu.barrier_arrive(scratch.v_free.at[slot])
 
@@ -184,8 +176,8 @@ def _values(
     @pl.when(has_unseen)
     def _():
         # The weights there are 0, but 0 * NaN is NaN.
-        for part in range(0, sizes.config.tile, _ROWS):
-            here = values.at[pl.ds(part, _ROWS)]
+        for part in range(0, sizes.config.tile, PRODUCT_ROWS):
+            here = values.at[pl.ds(part, PRODUCT_ROWS)]
             loaded = plgpu.load(here, layout=_WGMMA)
             seen = _is_seen(sizes, loaded.shape, length, first_key + part)
             here[...] = jnp.where(seen, loaded, jnp.zeros_like(loaded))
@@ -194,11 +186,11 @@ def _values(
 
     def body(*accs: Ref) -> tuple[jax.Array, ...]:
         for part, acc in enumerate(accs):
-            rows = values.at[:, pl.ds(part * 64, 64)].transpose((1, 0))
+            rows = values.at[:, pl.ds(part * PRODUCT_ROWS, PRODUCT_ROWS)].transpose((1, 0))
             plgpu.wgmma(acc, rows, scratch.p.transpose((1, 0)))
         return tuple(acc[...] for acc in accs)
 
-    update = pl.run_scoped(body, *[plgpu.ACC((64, sizes.columns), jnp.float32) for _ in range(sizes.parts)])
+    update = pl.run_scoped(body, *[plgpu.ACC((PRODUCT_ROWS, sizes.columns), jnp.float32) for _ in range(sizes.parts)])
     if not sizes.is_narrow:
         plgpu.barrier_arrive(scratch.v_free.at[slot])
     return update

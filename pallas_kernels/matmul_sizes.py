@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import Ref, div
+from pallas_kernels.common import DTYPES, Ref, div
 from pallas_kernels.layer_slice import LayerSlice, place_in
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.tuning import MatmulConfig
@@ -110,7 +110,7 @@ class MatmulSizes:
         room = _SMEM_BYTES - _OTHER_BYTES - 128 * (self.x_rows + self.num_norms * self.norm_atoms)
         return min(room // (_ATOM_BYTES * self.slot_atoms), self.max_slots)
 
-    def num_mine(self, stage: StageSizes, refs: "StageRefs") -> tuple[jax.Array, jax.Array]:
+    def my_units(self, stage: StageSizes, refs: "StageRefs") -> tuple[jax.Array, jax.Array]:
         """The first unit of this CTA, and how many it has: every num_ctas-th, or none of a stage that is left out."""
         first = lax.axis_index("cta") + (self.num_ctas - stage.first_cta)
         first = jnp.where(first >= self.num_ctas, first - self.num_ctas, first)
@@ -159,8 +159,8 @@ def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[Matmul
     """Why there is no kernel for these arguments, in words, or None if there is one."""
     if x.shape[0] != FEW_ROWS:
         return f"{x.shape[0]} rows, only {FEW_ROWS} have a kernel"
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"dtype {x.dtype.name}, only bfloat16 and float16 have kernels"
+    if x.dtype.name not in DTYPES:
+        return f"dtype {x.dtype.name}, only {' and '.join(DTYPES)} have kernels"
     if len(stages) > MAX_STAGES:
         return f"{len(stages)} stages, at most {MAX_STAGES} have a kernel"
     for stage in stages:
@@ -262,15 +262,15 @@ class MatmulScratch:
     norms_full: Ref
 
 
-def stage_refs(statics: MatmulSizes, has_residual: bool, refs: list[Ref]) -> list[StageRefs]:
+def stage_refs(sizes: MatmulSizes, has_residual: bool, refs: list[Ref]) -> list[StageRefs]:
     """The kernel's operands and results by stage; reads the layer numbers."""
-    outs = refs[-len(statics.stages) :]
+    outs = refs[-len(sizes.stages) :]
     x, residual = refs[0], refs[3] if has_residual else None
     rest = iter(refs[4 if has_residual else 3 :])
     # Read while the barriers are made, long before the first copy asks for one.
     layers = [refs[2][i] for i in range(refs[2].shape[0])]
     made = []
-    for stage, out in zip(statics.stages, outs, strict=True):
+    for stage, out in zip(sizes.stages, outs, strict=True):
         layer = layers[stage.layer_index]
         weight = next(rest)
         norm_weight = next(rest) if stage.has_norm else None

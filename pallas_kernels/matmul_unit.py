@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 
-from pallas_kernels.common import Ref, full, pl, plgpu
+from pallas_kernels.common import LANES, PRODUCT_ROWS, Ref, full, pl, plgpu, spread, tiled_layout
 from pallas_kernels.matmul_sizes import FEW_ROWS, MAX_UNIT, MatmulScratch, MatmulSizes, StageRefs, StageSizes
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -25,9 +24,7 @@ def as_operand(ref: Ref) -> Ref:
 @functools.cache
 def _atom_layout() -> Any:
     """[8, 64] over the 128 threads: 4 neighbours of a row each, rows within a warp."""
-    tiling = plgpu.Tiling(((FEW_ROWS, 64), (2, 64), (1, 4)))
-    layout = TiledLayout(tiling, (-6,), (-4, -3), -1, _check_canonical=False).canonicalize()
-    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+    return tiled_layout((FEW_ROWS, 64), (2, 64), (1, 4), warp_dims=(-6,), lane_dims=(-4, -3))
 
 
 def take_x(stage: StageSizes, scratch: MatmulScratch) -> jax.Array | None:
@@ -53,7 +50,7 @@ def take_x(stage: StageSizes, scratch: MatmulScratch) -> jax.Array | None:
         for part, x, factor in zip(rows, xs, factors, strict=True):
             factor = factor.astype(jnp.float32)
             factor = 1.0 + factor if stage.unit_offset else factor
-            factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, shape, [1]), layout)
+            factor = spread(factor, shape, (1,), layout)
             part[...] = (x * factor).astype(x_smem.dtype)
             squares = squares + x * x
         return squares
@@ -64,11 +61,11 @@ def take_x(stage: StageSizes, scratch: MatmulScratch) -> jax.Array | None:
     layout = _out_layout(stage.unit)
     squares = plgpu.load(scratch.squares, layout=layout.reduce(1), optimized=False)
     rstd = lax.rsqrt(squares * (1.0 / stage.num_inputs) + stage.eps)
-    return plgpu.layout_cast(lax.broadcast_in_dim(rstd, (FEW_ROWS, stage.unit), [0]), layout)
+    return spread(rstd, (FEW_ROWS, stage.unit), (0,), layout)
 
 
 def compute_unit(
-    statics: MatmulSizes,
+    sizes: MatmulSizes,
     stage: StageSizes,
     refs: StageRefs,
     rstd: jax.Array | None,
@@ -84,15 +81,15 @@ def compute_unit(
     if refs.residual is not None:  # loaded early: nothing waits for it
         residual = plgpu.load(refs.residual.at[:, columns], layout=layout, optimized=False)
     run = stage.segments * FEW_ROWS  # rows of a run of segments
-    stride = statics.slot_atoms // stage.row_tiles
+    stride = sizes.slot_atoms // stage.row_tiles
 
     def product(way: int) -> tuple[jax.Array, ...]:
         def body(*accs: Ref) -> tuple[jax.Array, ...]:
             def add_tile(tile: jax.Array, _: None) -> None:
-                slot = lax.rem(used + (way * stage.tiles + tile), jnp.int32(statics.num_slots))
+                slot = lax.rem(used + (way * stage.tiles + tile), jnp.int32(sizes.num_slots))
                 plgpu.barrier_wait(scratch.filled.at[slot])
                 for j in range(0, stage.tile, stage.segments):
-                    x = x_smem.at[pl.ds((tile * stage.tile + j) * FEW_ROWS, 64)]
+                    x = x_smem.at[pl.ds((tile * stage.tile + j) * FEW_ROWS, PRODUCT_ROWS)]
                     for i, acc in enumerate(accs):
                         weights = w_smem.at[slot, pl.ds((i * stride + j) * FEW_ROWS, run)]
                         plgpu.wgmma(acc, x, weights.transpose((1, 0)))
@@ -102,11 +99,11 @@ def compute_unit(
             lax.fori_loop(0, stage.tiles, add_tile, None)
             return tuple(acc[...] for acc in accs)
 
-        return pl.run_scoped(body, *[plgpu.ACC((64, run), jnp.float32) for _ in range(stage.row_tiles)])
+        return pl.run_scoped(body, *[plgpu.ACC((PRODUCT_ROWS, run), jnp.float32) for _ in range(stage.row_tiles)])
 
     for way in range(stage.ways):
         for i, blocks in enumerate(product(way)):
-            sums_smem[pl.ds(way * 64, 64), pl.ds(i * FEW_ROWS, FEW_ROWS)] = _diagonal(stage, blocks)
+            sums_smem[pl.ds(way * PRODUCT_ROWS, PRODUCT_ROWS), pl.ds(i * FEW_ROWS, FEW_ROWS)] = _diagonal(stage, blocks)
     plgpu.commit_smem()
     parts = [_sum_segments(stage, sums_smem, way) for way in range(stage.ways)]
     if rstd is not None:
@@ -116,22 +113,22 @@ def compute_unit(
             row = pl.ds(way * stage.num_outputs + unit * stage.unit, stage.unit)
             bias = refs.bias.at[refs.of_layer(refs.bias), row]
             bias = plgpu.load(bias, layout=layout.reduce(0), optimized=False).astype(jnp.float32)
-            parts[way] = parts[way] + plgpu.layout_cast(lax.broadcast_in_dim(bias, (FEW_ROWS, stage.unit), [1]), layout)
+            parts[way] = parts[way] + spread(bias, (FEW_ROWS, stage.unit), (1,), layout)
     out = _activate(stage.activation, parts[0])
     if stage.is_gated:
         out = out * parts[1]
     if residual is not None:
         out = out + residual.astype(jnp.float32)
-    refs.out.at[:, columns][...] = out.astype(statics.dtype)
+    refs.out.at[:, columns][...] = out.astype(sizes.dtype)
     return used + stage.ways * stage.tiles
 
 
 def _diagonal(stage: StageSizes, blocks: jax.Array) -> jax.Array:
     """[64, S * 8] -> [64, 8]: of the 8 rows of segment s the 8 columns of segment s."""
-    row = plgpu.broadcasted_iota(jnp.int32, (64, FEW_ROWS), 0, layout=_WGMMA)
-    out = full((64, FEW_ROWS), 0.0, _WGMMA)
+    row = plgpu.broadcasted_iota(jnp.int32, (PRODUCT_ROWS, FEW_ROWS), 0, layout=_WGMMA)
+    out = full((PRODUCT_ROWS, FEW_ROWS), 0.0, _WGMMA)
     for segment in range(stage.segments):
-        part = lax.slice(blocks, (0, segment * FEW_ROWS), (64, (segment + 1) * FEW_ROWS))
+        part = lax.slice(blocks, (0, segment * FEW_ROWS), (PRODUCT_ROWS, (segment + 1) * FEW_ROWS))
         is_segment = jnp.logical_and(row >= segment * FEW_ROWS, row < (segment + 1) * FEW_ROWS)
         out = jnp.where(is_segment, part, out)
     return out
@@ -140,11 +137,9 @@ def _diagonal(stage: StageSizes, blocks: jax.Array) -> jax.Array:
 @functools.cache
 def _out_layout(unit: int) -> Any:
     """f32[8, unit] over the 128 threads: one element each, a row beside the next; 8 columns twice, by 2 warps each."""
-    rows_of_warp = 32 // unit
-    tiling = plgpu.Tiling(((FEW_ROWS, unit), (rows_of_warp, unit), (1, 1)))
+    rows_of_warp = LANES // unit
     warp_dims = (-6,) if unit == MAX_UNIT else (plgpu.Replicated(2), -6)
-    layout = TiledLayout(tiling, warp_dims, (-4, -3), -1, _check_canonical=False).canonicalize()
-    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+    return tiled_layout((FEW_ROWS, unit), (rows_of_warp, unit), (1, 1), warp_dims=warp_dims, lane_dims=(-4, -3))
 
 
 def _sum_segments(stage: StageSizes, sums_smem: Ref, way: int) -> jax.Array:
@@ -152,7 +147,7 @@ def _sum_segments(stage: StageSizes, sums_smem: Ref, way: int) -> jax.Array:
     layout = _out_layout(stage.unit)
     total = full((FEW_ROWS, stage.unit), 0.0, layout)
     for segment in range(stage.segments):
-        rows = pl.ds(way * 64 + segment * FEW_ROWS, FEW_ROWS)
+        rows = pl.ds(way * PRODUCT_ROWS + segment * FEW_ROWS, FEW_ROWS)
         part = sums_smem.at[rows, pl.ds(0, stage.unit)]
         total = total + plgpu.load(part, layout=layout, optimized=False)
     return total

@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels import mosaic, reference, reference_matmul, reference_rope_write
+from pallas_kernels import mosaic_attention, mosaic_matmul, reference, reference_matmul, reference_rope_write
 from pallas_kernels.layer_slice import LayerArray
 from pallas_kernels.reference_matmul import Activation, MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm
@@ -60,7 +60,7 @@ def rope_and_write_kv(
     options = {"rope": rope, "norm": norm, "kv_scale": kv_scale}
     if backend == "reference":
         return reference_rope_write.rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, **options)
-    return mosaic.rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, **options, backend=backend)
+    return mosaic_attention.rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, **options, backend=backend)
 
 
 def paged_attention(
@@ -124,7 +124,7 @@ def paged_attention(
     if work is None:
         raise ValueError(f"work=None, expected what make_attention_work returns for {backend=}")
     rows = (block_tables, seq_lens, query_start_loc)
-    return mosaic.paged_attention(q, kv_cache, layer, *rows, work, **options, backend=backend)
+    return mosaic_attention.paged_attention(q, kv_cache, layer, *rows, work, **options, backend=backend)
 
 
 def rope_write_and_attend(
@@ -178,7 +178,7 @@ def rope_write_and_attend(
         raise ValueError(f"work=None, expected what make_attention_work returns for {backend=}")
     rows = (block_tables, seq_lens, query_start_loc)
     options |= {"rope": rope, "norm": norm, "backend": backend}
-    return mosaic.rope_write_and_attend(qkv, kv_cache, slot_mapping, layer, *rows, work, **options)
+    return mosaic_attention.rope_write_and_attend(qkv, kv_cache, slot_mapping, layer, *rows, work, **options)
 
 
 def matmul_stages(
@@ -217,7 +217,7 @@ def matmul_stages(
         return reference_matmul.matmul_stages(x, stages, residual)
     if arrivals is None:
         raise ValueError(f"arrivals=None, expected what make_arrivals returns for {backend=}")
-    return mosaic.matmul_stages(x, stages, residual, arrivals, backend=backend)
+    return mosaic_matmul.matmul_stages(x, stages, residual, arrivals, backend=backend)
 
 
 def rms_norm(
@@ -249,7 +249,7 @@ def rms_norm(
     check_norm(x, weight)
     if backend == "reference":
         return reference_rope_write.rms_norm(x, weight, eps=eps, unit_offset=unit_offset)
-    return mosaic.rms_norm(x, weight, eps=eps, unit_offset=unit_offset, backend=backend)
+    return mosaic_matmul.rms_norm(x, weight, eps=eps, unit_offset=unit_offset, backend=backend)
 
 
 def act_and_mul(gate_up: jax.Array, activation: Activation, *, backend: Backend = "reference") -> jax.Array:
@@ -266,4 +266,4 @@ def act_and_mul(gate_up: jax.Array, activation: Activation, *, backend: Backend 
     check_gate_up(gate_up)
     if backend == "reference":
         return reference_matmul.act_and_mul(gate_up, activation)
-    return mosaic.act_and_mul(gate_up, activation, backend=backend)
+    return mosaic_matmul.act_and_mul(gate_up, activation, backend=backend)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import Ref, pl, plgpu, swizzled_smem
+from pallas_kernels.common import Ref, kernel, pl, plgpu, swizzled_smem
 from pallas_kernels.layer_slice import LayerArray, as_stack
 from pallas_kernels.prefill_copy import copy_tiles, widen_tiles
 from pallas_kernels.prefill_rows import copies_of_rows, copy_rows_out, load_rows, rows_smem, store_rows
@@ -30,8 +30,8 @@ from pallas_kernels.work_lists import ROWS_PER_WARPGROUP, PrefillWork
 REGISTERS = {
     (2, False): (240, 24, 0),
     (2, True): (216, 24, 56),
-    (1, False): (248, 24, 0),
-    (1, True): (248, 24, 96),
+    (1, False): (248, 64, 0),
+    (1, True): (248, 64, 96),
 }
 
 
@@ -49,7 +49,7 @@ def paged_prefill(
     sinks: jax.Array | None = None,
     kv_scale: LayerArray | None = None,
     config: PrefillConfig,
-    interpret: Any = False,
+    interpret: bool = False,
 ) -> jax.Array:
     """Causal attention of the prefill tokens, into an array that holds the others' results.
 
@@ -64,7 +64,7 @@ def paged_prefill(
       scale: factor of the scores.
       sliding_window, soft_cap, sinks, kv_scale: as in ops.paged_attention.
       config: static.
-      interpret: False, or InterpretGPUParams.
+      interpret: for the CPU interpreter.
 
     Returns:
       out with the tokens of the work's tiles replaced, and no others.
@@ -95,11 +95,10 @@ def paged_prefill(
     operands += [] if kv_scale is None else [as_stack(kv_scale, layer)]
     out_ref = jax.new_ref(out, memory_space=plgpu.GMEM)
     num_threads = config.warpgroups + (2 if sizes.is_narrow else 1)
-    pl.kernel(
+    kernel(
         functools.partial(_attend, sizes),
         out_type=(),
         mesh=plgpu.Mesh(grid=(config.num_ctas,), grid_names=("cta",), num_threads=num_threads, thread_name="warpgroup"),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         name="paged_prefill",
     )(*operands, out_ref)
@@ -122,12 +121,12 @@ def _attend(sizes: PrefillSizes, *refs: Ref) -> None:
         @pl.when(warpgroup < config.warpgroups)
         def _():
             plgpu.set_max_registers(compute_registers, action="increase")
-            _compute(sizes, inputs, scratch, warpgroup)
+            # Known where there is one: addresses that depend on it take registers, and heads of 256 leave none.
+            _compute(sizes, inputs, scratch, warpgroup if config.warpgroups > 1 else 0)
 
         @pl.when(warpgroup == config.warpgroups)
         def _():
             plgpu.set_max_registers(copy_registers, action="decrease")
-
             plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: copy_tiles(sizes, inputs, scratch)))
 
         if sizes.is_narrow:
@@ -173,7 +172,7 @@ def _scratch_types(sizes: PrefillSizes) -> tuple[Any, ...]:
     )
 
 
-def _compute(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch, warpgroup: jax.Array) -> None:
+def _compute(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch, warpgroup: jax.Array | int) -> None:
     """One of the computing warpgroups: its share of every query tile."""
     q_in, o_smem = scratch.q_in.at[warpgroup], scratch.o.at[warpgroup]
 
@@ -183,7 +182,8 @@ def _compute(sizes: PrefillSizes, inputs: PrefillInputs, scratch: PrefillScratch
         q = load_rows(sizes, q_in)
         if not sizes.q_in_registers:
             q_smem = scratch.q.at[warpgroup]
-            q_smem[...] = q
+            for first in range(0, sizes.head_dim, 64):  # the columns of a swizzled tile: few addresses
+                q_smem.at[:, pl.ds(first, 64)][...] = q[:, first : first + 64]
             plgpu.commit_smem()
             q = q_smem
         out = attend_tiles(Part(sizes, inputs, scratch, query, warpgroup, q, done))

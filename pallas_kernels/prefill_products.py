@@ -1,12 +1,13 @@
 """What the prefill kernel computes in instructions of its own, where Pallas' cost it time."""
 
-from typing import Any
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.common import ATOM, Ref, pl, plgpu
+from pallas_kernels.common import ATOM, MIN_SCORE, Ref, across_columns, pl, plgpu
 
 _WGMMA = plgpu.Layout.WGMMA
 # Columns of one instruction, and of a swizzled tile of 16-bit numbers.
@@ -104,6 +105,73 @@ def multiply_if_needed(acc: jax.Array, factor: jax.Array) -> jax.Array:
         return _array(acc.shape, _assemble(ptx, [*values, *factors], constraints, num_registers))
 
     return multiply(acc, factor)
+
+
+def hide_columns(scores: jax.Array, begin: jax.Array | None, end: jax.Array, *, interpret: bool) -> jax.Array:
+    """Scores with MIN_SCORE in the columns of each row that are not in [begin, end).
+
+    The interpreter compares with an array of column numbers; the compiler would keep these in registers all along.
+
+    Args:
+      scores: f32[rows, columns] in the WGMMA layout.
+      begin, end: i32[rows] in the same layout; begin is None for 0.
+    """
+    if interpret:
+        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_WGMMA)
+        seen = column < across_columns(end, scores)
+        if begin is not None:
+            seen = jnp.logical_and(seen, column >= across_columns(begin, scores))
+        return jnp.where(seen, scores, MIN_SCORE)
+    scores = _hide(scores, end, "from")
+    return scores if begin is None else _hide(scores, begin, "before")
+
+
+def _hide(scores: jax.Array, bound: jax.Array, which: Literal["from", "before"]) -> jax.Array:
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+    from jax._src.lib.mlir.dialects import arith, vector
+    from jax.experimental.mosaic import gpu as mgpu
+
+    @plgpu.inline_mgpu(
+        arg_types=(_WGMMA.reduce(1), _WGMMA), return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, _WGMMA)
+    )
+    def hide(ctx: Any, bound: Any, scores: Any) -> Any:
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        pair_type = ir.VectorType.get((2,), i32)
+        # A thread has two rows, 8 apart, and of each 8 columns two neighbours.
+        first_column = arith.shli(arith.andi(mgpu.utils.thread_idx(), mgpu.utils.c(3, i32)), mgpu.utils.c(1, i32))
+        bounds = [arith.subi(vector.extract(row, [], [0]), first_column) for row in bound.registers.flat]
+        bounds = [vector.broadcast(pair_type, b) for b in bounds]
+        smallest = vector.broadcast(ir.VectorType.get((2,), f32), mgpu.utils.c(MIN_SCORE, f32))
+        comparison = arith.CmpIPredicate.slt if which == "from" else arith.CmpIPredicate.sge
+        registers = scores.registers.copy().reshape(-1, 2)
+        for (block, row), pair in np.ndenumerate(registers):
+            columns = ir.DenseElementsAttr.get(np.array([8 * block, 8 * block + 1], np.int32), type=pair_type)
+            is_seen = arith.cmpi(comparison, arith.constant(pair_type, columns), bounds[row])
+            registers[block, row] = arith.select(is_seen, pair, smallest)
+        return mgpu.FragmentedArray(
+            _registers=registers.reshape(scores.registers.shape), _layout=scores.layout, _is_signed=None
+        )
+
+    return hide(bound, scores)
+
+
+def finish_before_what_follows(x: jax.Array) -> None:
+    """Keep ptxas from moving the computation of x, f32[64, N] of numbers >= 0, behind the next wait for products.
+
+    It may move arithmetic past a wait, and does, so that none would be left to overlap with the products. A store that
+    depends on x and never happens holds it. Not for the interpreter.
+    """
+    from jax._src.lib.mlir.dialects import arith, vector
+    from jax.experimental.mosaic import gpu as mgpu
+
+    @plgpu.inline_mgpu(arg_types=(_WGMMA,))
+    def finish(ctx: Any, x: Any) -> None:
+        values = [vector.extract(pair, [], [i]) for pair in x.registers.flat for i in range(2)]
+        store = "mov.u32 a, 0; setp.lt.f32 p, $0, 0f00000000; @p st.volatile.shared.f32 [a], $0;"
+        ptx = f"{{ .reg .pred p; .reg .b32 a; {store} }}"
+        mgpu.utils.inline_ptx(ptx, functools.reduce(arith.addf, values), has_side_effects=True)
+
+    finish(x)
 
 
 def _values(array: Any) -> list[Any]:

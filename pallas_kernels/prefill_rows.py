@@ -88,7 +88,7 @@ def store_rows(sizes: PrefillSizes, rows: jax.Array, smem: Ref) -> None:
     store(rows, smem)
 
 
-def copy_rows_out(sizes: PrefillSizes, query: QueryTile, warpgroup: jax.Array, smem: Ref, out_ref: Ref) -> None:
+def copy_rows_out(sizes: PrefillSizes, query: QueryTile, warpgroup: jax.Array | int, smem: Ref, out_ref: Ref) -> None:
     """Begin to write the warpgroup's real tokens: all at once, or one by one where the request ends among them."""
     first = warpgroup * sizes.tokens
     token = query.token + first

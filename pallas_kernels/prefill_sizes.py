@@ -35,11 +35,6 @@ class PrefillSizes(AttentionSizes):
         """Query tokens of a warpgroup."""
         return tokens_per_warpgroup(self.group)
 
-    @property
-    def blocks_per_tile(self) -> int:
-        """KV cache blocks of a key tile."""
-        return self.config.tile // self.block_size
-
     def first_step(self, query: "QueryTile") -> jax.Array | int:
         """The first key tile that a token of the query tile sees."""
         if self.sliding_window is None:
@@ -59,29 +54,29 @@ class PrefillSizes(AttentionSizes):
 class PrefillInputs:
     """The kernel's operands in global memory."""
 
-    q: Ref  # [T, N, H]
-    kv_cache: Ref
-    block_tables: Ref
-    layer: Ref
-    tiles: Ref
+    q: Ref  # [T, N, H], T at least the tokens of a warpgroup
+    kv_cache: Ref  # [L, num_blocks, 2, K, block_size, H]
+    block_tables: Ref  # i32[R, max_blocks]
+    layer: Ref  # i32[1]
+    tiles: Ref  # as in work_lists.PrefillWork, like the next one
     num_tiles: Ref
-    out: Ref
-    sinks: Ref = None
-    kv_scale: Ref = None
+    out: Ref  # [T, N, H]
+    sinks: Ref = None  # f32[K, 64] of each row of a tile
+    kv_scale: Ref = None  # f32[L or 1, 2]
 
 
 @dataclass(frozen=True)
 class PrefillScratch:
-    """Shared memory and barriers of one CTA."""
+    """Shared memory and barriers of one CTA, W computing warpgroups: a barrier a warpgroup, or a place of a ring."""
 
-    q_in: Ref  # q as it arrives: any token offset works unswizzled
-    q: Ref  # q as the products read it, where it does not fit registers
-    o: Ref
-    k: Ref  # the rings that the products read
+    q_in: Ref  # q as it arrives; see prefill_rows.rows_smem
+    q: Ref  # [W, 64, H] q as the products read it, where it does not fit registers
+    o: Ref  # the results, as q_in
+    k: Ref  # [stages, tile, H] the rings that the products read
     v: Ref
-    k_narrow: Ref  # what arrives, where the cache has 8 bits
+    k_narrow: Ref  # [stages, tile, H] what arrives, where the cache has 8 bits
     v_narrow: Ref
-    p: Ref
+    p: Ref  # [W, 64, tile] weights of the keys, for the interpreter
     q_full: Ref
     q_free: Ref
     k_full: Ref
@@ -92,15 +87,15 @@ class PrefillScratch:
     v_narrow_full: Ref
     k_narrow_free: Ref
     v_narrow_free: Ref
-    v_zeroed: Ref  # values that nobody sees are zeroed
+    v_zeroed: Ref  # one barrier: values that nobody sees are zeroed
 
 
 @dataclass(frozen=True)
 class QueryTile:
     """A few tokens of one request, for one kv head."""
 
-    head: jax.Array
-    row: jax.Array
+    head: jax.Array  # kv head
+    row: jax.Array  # of the request
     token: jax.Array  # first one, in the step
     position: jax.Array  # of the first one, in its request
     num_tokens: jax.Array

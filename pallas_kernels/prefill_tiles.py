@@ -16,19 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import (
-    LOG2E,
-    Ref,
-    capped,
-    div,
-    finish_before_what_follows,
-    full,
-    hide_columns,
-    pl,
-    plgpu,
-)
+from pallas_kernels.common import LOG2E, Ref, across_columns, capped, div, full, pl, plgpu
 from pallas_kernels.layer_slice import place_in
-from pallas_kernels.prefill_products import multiply_if_needed, start_product
+from pallas_kernels.prefill_products import (
+    finish_before_what_follows,
+    hide_columns,
+    multiply_if_needed,
+    start_product,
+)
 from pallas_kernels.prefill_sizes import PrefillInputs, PrefillScratch, PrefillSizes, QueryTile
 from pallas_kernels.work_lists import ROWS_PER_WARPGROUP
 
@@ -61,7 +56,7 @@ class Part:
     inputs: PrefillInputs
     scratch: PrefillScratch
     query: QueryTile
-    warpgroup: jax.Array
+    warpgroup: jax.Array | int
     q: Any  # [64, H] in registers, or a reference to shared memory
     done: jax.Array  # key tiles of the query tiles before
 
@@ -98,7 +93,8 @@ def attend_tiles(part: Part) -> jax.Array:
     masked, unmasked = (functools.partial(_step, part, is_masked=is_masked) for is_masked in (True, False))
     begin, unmasked_begin, unmasked_end, end = _ranges(part)
     if part.sizes.sliding_window is not None:
-        progress = lax.fori_loop(begin, unmasked_begin, masked, progress)
+        at_window = functools.partial(_step, part, is_masked=True, is_after_first=True)
+        progress = lax.fori_loop(begin, unmasked_begin, at_window, progress)
     progress = lax.fori_loop(unmasked_begin, unmasked_end, unmasked, progress)
     progress = lax.fori_loop(unmasked_end, end, masked, progress)
     acc = _last_values(part, progress)
@@ -109,7 +105,7 @@ def attend_tiles(part: Part) -> jax.Array:
     weight = 1.0 / total
     if inputs.kv_scale is not None:
         weight = weight * inputs.kv_scale[place_in(inputs.kv_scale, inputs.layer[0]), 1]
-    return acc * _across_columns(weight, acc)
+    return acc * across_columns(weight, acc)
 
 
 def _ranges(part: Part) -> tuple[jax.Array | int, ...]:
@@ -117,9 +113,9 @@ def _ranges(part: Part) -> tuple[jax.Array | int, ...]:
     sizes, tile, begin, end = part.sizes, part.sizes.config.tile, part.first + 1, part.end
     unmasked_begin = begin
     if sizes.sliding_window is not None:
-        # Behind the last tile that hides a key from the warpgroup's last token.
+        # Behind the last tile that hides a key from the warpgroup's last token, and behind the first values' step.
         hidden = jnp.maximum(part.first_position + sizes.tokens - sizes.sliding_window, 0)
-        unmasked_begin = jnp.clip(div(hidden + (tile - 1), tile), begin, end)
+        unmasked_begin = jnp.clip(div(hidden + (tile - 1), tile), begin + 1, end)
     num_full = jnp.minimum(div(part.first_position + 1, tile), div(part.query.num_keys, tile))
     return begin, unmasked_begin, jnp.clip(num_full, unmasked_begin, end), end
 
@@ -140,15 +136,15 @@ def _first_scores(part: Part) -> Progress:
     return Progress(acc, full(rows, 1.0, _BY_ROW), _hand_over(part, p), highest, total)
 
 
-def _step(part: Part, i: jax.Array, before: Progress, *, is_masked: bool) -> Progress:
-    """Scores of key tile i while the values of tile i - 1 are added."""
+def _step(part: Part, i: jax.Array, before: Progress, *, is_masked: bool, is_after_first: bool = False) -> Progress:
+    """Scores of key tile i while the values of tile i - 1 are added, which may be the first if `is_after_first`."""
     sizes, scratch, slot = part.sizes, part.scratch, part.slot_of(i)
     plgpu.barrier_wait(scratch.k_full.at[slot])
 
     def body(acc_ref: Ref) -> tuple[jax.Array, ...]:
         scores = start_product(part.q, scratch.k.at[slot], interpret=sizes.is_interpreted)
         acc = _rescaled(part, before)  # the tensor cores are busy meanwhile
-        _start_values(part, acc_ref, acc, before.p, i - 1)
+        _start_values(part, acc_ref, acc, before.p, i - 1, is_first=is_after_first)
         plgpu.wgmma_wait(1)
         plgpu.barrier_arrive(scratch.k_free.at[slot])
         p, highest, total, rescale = _softmax(part, i, scores, before.highest, before.total, is_masked=is_masked)
@@ -167,7 +163,8 @@ def _last_values(part: Part, before: Progress) -> jax.Array:
 
     def body(acc_ref: Ref) -> jax.Array:
         acc = _rescaled(part, before)
-        _start_values(part, acc_ref, acc, before.p, last, is_last=True)
+        is_first = part.sizes.sliding_window is not None
+        _start_values(part, acc_ref, acc, before.p, last, is_first=is_first, is_last=True)
         return _finish_values(part, acc_ref, acc)
 
     acc = pl.run_scoped(body, _accumulator(part))
@@ -192,9 +189,9 @@ def _softmax(
     maximum = scores.max(axis=1) * to_base_2
     new_highest = jnp.where(maximum - highest > MAX_GROWTH, maximum, highest)
     rescale = jnp.exp2(highest - new_highest)
-    p = jnp.exp2(scores * to_base_2 - _across_columns(new_highest, scores))
+    p = jnp.exp2(scores * to_base_2 - across_columns(new_highest, scores))
     added = functools.reduce(jnp.add, [p[:, c : c + _SUM_COLUMNS] for c in range(0, p.shape[1], _SUM_COLUMNS)])
-    return p, new_highest, total * _across_columns(rescale, total) + added, rescale
+    return p, new_highest, total * across_columns(rescale, total) + added, rescale
 
 
 def _hide_unseen(part: Part, i: jax.Array, scores: jax.Array) -> jax.Array:
@@ -219,7 +216,7 @@ def _hand_over(part: Part, p: jax.Array) -> jax.Array | None:
 def _rescaled(part: Part, progress: Progress) -> jax.Array:
     """The accumulator relative to the present maximum."""
     if part.sizes.is_interpreted:
-        return progress.acc * _across_columns(progress.rescale, progress.acc)
+        return progress.acc * across_columns(progress.rescale, progress.acc)
     return multiply_if_needed(progress.acc, progress.rescale)
 
 
@@ -228,19 +225,28 @@ def _accumulator(part: Part) -> Any:
 
 
 def _start_values(
-    part: Part, acc_ref: Ref, acc: jax.Array, p: jax.Array | None, i: jax.Array, *, is_last: bool = False
+    part: Part,
+    acc_ref: Ref,
+    acc: jax.Array,
+    p: jax.Array | None,
+    i: jax.Array,
+    *,
+    is_first: bool = False,
+    is_last: bool = False,
 ) -> None:
-    """Begin to add the values of tile i, weighted by p, to acc."""
-    slot, scratch = part.slot_of(i), part.scratch
+    """Begin to add the values of tile i, weighted by p, to acc.
+
+    Only the query tile's first and last key tile, which `is_first` and `is_last` say that i may be, have keys that no
+    token sees.
+    """
+    slot, scratch, tile = part.slot_of(i), part.scratch, part.sizes.config.tile
     if not part.sizes.is_interpreted:  # which cannot set an accumulator: it starts from zeros
         acc_ref[...] = acc
     plgpu.barrier_wait(scratch.v_full.at[slot])
-    if is_last or part.sizes.sliding_window is not None:
-        tile = part.sizes.config.tile
-        has_unseen = part.lowest_key > i * tile
-        if is_last:
-            has_unseen = jnp.logical_or(part.query.num_keys < part.end * tile, has_unseen)
-        pl.when(has_unseen)(lambda: _zero_unseen_values(part, i))
+    unseen = [part.lowest_key > i * tile] if is_first else []
+    unseen += [part.query.num_keys < part.end * tile] if is_last else []
+    if unseen:
+        pl.when(functools.reduce(jnp.logical_or, unseen))(lambda: _zero_unseen_values(part, i))
     plgpu.wgmma(acc_ref, scratch.p.at[part.warpgroup] if p is None else p, scratch.v.at[slot])
 
 
@@ -264,13 +270,8 @@ def _zero_unseen_values(part: Part, i: jax.Array) -> None:
             for column in range(0, sizes.head_dim, 64):
                 here = pl.ds(begin, 64), pl.ds(column, 64)
                 values = plgpu.load(scratch.v.at[slot, *here], layout=_WGMMA)
-                scratch.v[slot, *here] = jnp.where(_across_columns(is_seen, values), values, jnp.zeros_like(values))
+                scratch.v[slot, *here] = jnp.where(across_columns(is_seen, values), values, jnp.zeros_like(values))
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.v_zeroed)
     plgpu.barrier_wait(scratch.v_zeroed)
-
-
-def _across_columns(column: jax.Array, like: jax.Array) -> jax.Array:
-    """[rows] -> like.shape."""
-    return lax.broadcast_in_dim(column, like.shape, [0])

@@ -17,17 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 
-from pallas_kernels.common import Ref, pl, plgpu
+from pallas_kernels.common import LANES, WARPS, Ref, kernel, pl, plgpu, spread, tiled_layout
 from pallas_kernels.layer_slice import LayerArray, as_stack, place_in
 from pallas_kernels.reference_rope_write import HeadNorm
 
-_WARPS, _LANES = 4, 32
-
 
 @dataclass(frozen=True)
-class _Statics:
+class _Sizes:
     """Sizes that the kernel is compiled for, and what it does besides the write."""
 
     group: int
@@ -54,7 +51,7 @@ def rope_and_write_kv(
     rope: tuple[jax.Array, jax.Array] | None,
     norm: HeadNorm | None,
     kv_scale: LayerArray | None = None,
-    interpret: Any = False,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See ops.rope_and_write_kv. Rotates whole heads only.
 
@@ -67,13 +64,13 @@ def rope_and_write_kv(
       rope: cos and sin, f32[T, H / 2] each, or None.
       norm: of the query and key heads, or None.
       kv_scale: f32[2] of keys and values, with a float8_e4m3fn cache only.
-      interpret: False, or InterpretGPUParams.
+      interpret: for the CPU interpreter.
 
     Returns:
       q [T, K * G, H], and kv_cache.
     """
     num_tokens, num_kv_heads, parts, head_dim = qkv.shape
-    statics = _Statics(
+    sizes = _Sizes(
         group=parts - 2,
         half=head_dim // 2,
         block_size=kv_cache.shape[4],
@@ -89,16 +86,15 @@ def rope_and_write_kv(
     # The inverse: the scale is divided by once here and not in every thread block.
     operands += [] if kv_scale is None else [1.0 / as_stack(kv_scale, layer)]
     cache_ref = jax.new_ref(kv_cache, memory_space=plgpu.GMEM)
-    q = pl.kernel(
-        functools.partial(_write_token, statics),
+    q = kernel(
+        functools.partial(_write_token, sizes),
         out_type=jax.ShapeDtypeStruct((num_tokens, num_kv_heads, parts - 2, head_dim), qkv.dtype),
         mesh=plgpu.Mesh(grid=(num_tokens,), grid_names=("token",)),
-        # Without shared memory there is nothing for barriers around loads and stores to keep in order.
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
         interpret=interpret,
         name="rope_and_write_kv",
+        approx_math=False,
+        # Without shared memory there is nothing for barriers around loads and stores to keep in order.
+        unsafe_no_auto_barriers=True,
     )(*operands, cache_ref)
     return q.reshape(num_tokens, -1, head_dim), jax.freeze(cache_ref)
 
@@ -109,39 +105,38 @@ def _row_layout(num_kv_heads: int, half: int) -> Any:
 
     With fewer than 4 heads side by side warps do the same work twice and store the same bits twice.
     """
-    rows = math.gcd(num_kv_heads, 4 * _WARPS)
-    rows_of_warp = max(rows // _WARPS, 1)
-    vector = half * rows_of_warp // _LANES
-    tiling = plgpu.Tiling(((rows, 1, half), (rows_of_warp, 1, half), (1, 1, vector)))
-    warp_dims = (-9,) if rows >= _WARPS else (plgpu.Replicated(_WARPS // rows), -9)
-    layout = TiledLayout(tiling, warp_dims, (-6, -4), -1, _check_canonical=False).canonicalize()
-    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+    rows = math.gcd(num_kv_heads, 4 * WARPS)
+    rows_of_warp = max(rows // WARPS, 1)
+    vector = half * rows_of_warp // LANES
+    tiles = (rows, 1, half), (rows_of_warp, 1, half), (1, 1, vector)
+    warp_dims = (-9,) if rows >= WARPS else (plgpu.Replicated(WARPS // rows), -9)
+    return tiled_layout(*tiles, warp_dims=warp_dims, lane_dims=(-6, -4))
 
 
-def _write_token(statics: _Statics, *refs: Ref) -> None:
+def _write_token(sizes: _Sizes, *refs: Ref) -> None:
     """The body of the kernel: all heads of one token."""
     qkv_ref, slots_ref, layer_ref, *optional, cache_ref, q_ref = refs
-    tables = optional[:2] if statics.has_rope else ()
-    inverse_scale_ref = optional.pop() if jnp.dtype(statics.cache_dtype).itemsize == 1 else None
-    norms = optional[-2:] if statics.has_norm else (None, None)
-    group, block_size = statics.group, statics.block_size
+    tables = optional[:2] if sizes.has_rope else ()
+    inverse_scale_ref = optional.pop() if jnp.dtype(sizes.cache_dtype).itemsize == 1 else None
+    norms = optional[-2:] if sizes.has_norm else (None, None)
+    group, block_size = sizes.group, sizes.block_size
     # The last first: what the product before wrote last may still lie in the L2 cache.
     token = slots_ref.shape[0] - 1 - lax.axis_index("token")
     # All loads before the first store: the compiler cannot know that they do not overlap.
     slot, layer = slots_ref[token], layer_ref[0]
     q, k, v = (
-        _load_halves(statics, qkv_ref.at[token, :, heads])
+        _load_halves(sizes, qkv_ref.at[token, :, heads])
         for heads in (pl.ds(0, group), pl.ds(group, 1), pl.ds(group + 1, 1))
     )
-    table = [_load_row(statics, ref.at[token]) for ref in tables]
+    table = [_load_row(sizes, ref.at[token]) for ref in tables]
     q_weight, k_weight = (
-        None if ref is None else [_load_row(statics, ref.at[place_in(ref, layer), _half(statics, i)]) for i in range(2)]
+        None if ref is None else [_load_row(sizes, ref.at[place_in(ref, layer), _half(sizes, i)]) for i in range(2)]
         for ref in norms
     )
-    q, k = (_rotate(statics, _normalise(statics, x, w), table) for x, w in ((q, q_weight), (k, k_weight)))
+    q, k = (_rotate(sizes, _normalise(sizes, x, w), table) for x, w in ((q, q_weight), (k, k_weight)))
     if inverse_scale_ref is not None:
         k, v = (
-            _narrowed(statics, x, inverse_scale_ref[place_in(inverse_scale_ref, layer), kv])
+            _narrowed(sizes, x, inverse_scale_ref[place_in(inverse_scale_ref, layer), kv])
             for kv, x in enumerate((k, v))
         )
     block = lax.div(slot, jnp.int32(block_size))
@@ -150,65 +145,65 @@ def _write_token(statics: _Statics, *refs: Ref) -> None:
     def _():
         for kv, halves in enumerate((k, v)):
             target = cache_ref.at[layer, block, kv, :, pl.ds(slot - block * block_size, 1)]
-            _store_halves(statics, halves, target)
+            _store_halves(sizes, halves, target)
 
-    _store_halves(statics, q, q_ref.at[token])
-
-
-def _half(statics: _Statics, index: int) -> Any:
-    return pl.ds(index * statics.half, statics.half)
+    _store_halves(sizes, q, q_ref.at[token])
 
 
-def _load_halves(statics: _Statics, ref: Ref) -> list[jax.Array]:
+def _half(sizes: _Sizes, index: int) -> Any:
+    return pl.ds(index * sizes.half, sizes.half)
+
+
+def _load_halves(sizes: _Sizes, ref: Ref) -> list[jax.Array]:
     """[K, M, H] of global memory as two arrays [K, M, H / 2]."""
-    return [plgpu.load(ref.at[:, :, _half(statics, i)], layout=statics.layout, optimized=False) for i in range(2)]
+    return [plgpu.load(ref.at[:, :, _half(sizes, i)], layout=sizes.layout, optimized=False) for i in range(2)]
 
 
-def _store_halves(statics: _Statics, halves: list[jax.Array], ref: Ref) -> None:
+def _store_halves(sizes: _Sizes, halves: list[jax.Array], ref: Ref) -> None:
     for i, values in enumerate(halves):
-        ref[:, :, _half(statics, i)] = values
+        ref[:, :, _half(sizes, i)] = values
 
 
-def _narrowed(statics: _Statics, halves: list[jax.Array], inverse_scale: jax.Array) -> list[jax.Array]:
+def _narrowed(sizes: _Sizes, halves: list[jax.Array], inverse_scale: jax.Array) -> list[jax.Array]:
     """In 8 bits, clipped to their range as in reference_rope_write.to_cache_dtype."""
-    limit = float(jnp.finfo(statics.cache_dtype).max)
+    limit = float(jnp.finfo(sizes.cache_dtype).max)
     wide = [x.astype(jnp.float32) * inverse_scale for x in halves]
-    return [jnp.minimum(jnp.maximum(x, -limit), limit).astype(statics.cache_dtype) for x in wide]
+    return [jnp.minimum(jnp.maximum(x, -limit), limit).astype(sizes.cache_dtype) for x in wide]
 
 
-def _load_row(statics: _Statics, ref: Ref) -> jax.Array:
+def _load_row(sizes: _Sizes, ref: Ref) -> jax.Array:
     """[H / 2] of global memory, the same for all heads, as float32."""
-    row = plgpu.load(ref, layout=statics.layout.reduce((0, 1)), optimized=False)
+    row = plgpu.load(ref, layout=sizes.layout.reduce((0, 1)), optimized=False)
     return row.astype(jnp.float32)
 
 
-def _across_heads(statics: _Statics, row: jax.Array, like: jax.Array) -> jax.Array:
-    return plgpu.layout_cast(lax.broadcast_in_dim(row, like.shape, [2]), statics.layout)
+def _across_heads(sizes: _Sizes, row: jax.Array, like: jax.Array) -> jax.Array:
+    return spread(row, like.shape, (2,), sizes.layout)
 
 
-def _normalise(statics: _Statics, halves: list[jax.Array], weights: list[jax.Array] | None) -> list[jax.Array]:
+def _normalise(sizes: _Sizes, halves: list[jax.Array], weights: list[jax.Array] | None) -> list[jax.Array]:
     """RMSNorm of each head with the roundings of reference_rope_write.rms_norm; [K, M, H / 2] twice."""
     if weights is None:
         return halves
     dtype = halves[0].dtype
     wide = [x.astype(jnp.float32) for x in halves]
     squares = (wide[0] * wide[0] + wide[1] * wide[1]).sum(axis=2)
-    factor = lax.rsqrt(squares * (0.5 / statics.half) + statics.eps)
-    factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, wide[0].shape, [0, 1]), statics.layout)
+    factor = lax.rsqrt(squares * (0.5 / sizes.half) + sizes.eps)
+    factor = spread(factor, wide[0].shape, (0, 1), sizes.layout)
     wide = [x * factor for x in wide]
-    weights = [_across_heads(statics, w, wide[0]) for w in weights]
-    if statics.unit_offset:
+    weights = [_across_heads(sizes, w, wide[0]) for w in weights]
+    if sizes.unit_offset:
         return [(x * (1.0 + w)).astype(dtype) for x, w in zip(wide, weights, strict=True)]
     # The product of two 16-bit numbers is exact in float32.
     rounded = [x.astype(dtype).astype(jnp.float32) for x in wide]
     return [(x * w).astype(dtype) for x, w in zip(rounded, weights, strict=True)]
 
 
-def _rotate(statics: _Statics, halves: list[jax.Array], table: list[jax.Array]) -> list[jax.Array]:
+def _rotate(sizes: _Sizes, halves: list[jax.Array], table: list[jax.Array]) -> list[jax.Array]:
     """Rotate the pairs of each head by cos and sin, f32[H / 2] each, if there are any."""
     if not table:
         return halves
     dtype = halves[0].dtype
     first, second = (x.astype(jnp.float32) for x in halves)
-    cos, sin = (_across_heads(statics, row, first) for row in table)
+    cos, sin = (_across_heads(sizes, row, first) for row in table)
     return [(first * cos - second * sin).astype(dtype), (second * cos + first * sin).astype(dtype)]

@@ -19,19 +19,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 
-from pallas_kernels.common import Ref, div, pl, plgpu
+from pallas_kernels.common import DTYPES, LANES, WARPS, Ref, div, kernel, pl, plgpu, spread, tiled_layout
 from pallas_kernels.layer_slice import LayerArray, as_stack, layer_of, place_in
 
-_DTYPES = ("bfloat16", "float16")
 _MAX_ROWS_A_BLOCK = 4
-_WARPS, _LANES = 4, 32
 # Columns are cut in these.
 _UNIT = 128
 # Numbers a thread holds of a row that is normed: 56 registers at 32, which leaves room for 9 thread blocks an SM.
 _NUMBERS_A_THREAD = 32
-_MAX_NORM_WIDTH = 64 * _WARPS * _LANES
+_MAX_NORM_WIDTH = 64 * WARPS * LANES
 # Of a gate that a warp takes at a time: 48 registers, 10 thread blocks an SM.
 _MAX_GATE_COLUMNS = 512
 
@@ -55,77 +52,71 @@ def unsupported_activation(shape: tuple[int, ...], dtype: Any, activation: str |
 
 
 def _unsupported_rows(shape: tuple[int, ...], dtype: Any) -> str | None:
-    if jnp.dtype(dtype).name not in _DTYPES:
-        return f"dtype {jnp.dtype(dtype).name} (only {' and '.join(_DTYPES)})"
+    if jnp.dtype(dtype).name not in DTYPES:
+        return f"dtype {jnp.dtype(dtype).name} (only {' and '.join(DTYPES)})"
     if shape[0] < _MAX_ROWS_A_BLOCK:
         return f"{shape[0]} rows (only {_MAX_ROWS_A_BLOCK} or more)"
     return f"{shape[-1]} columns (only multiples of {_UNIT})" if shape[-1] % _UNIT else None
 
 
-def rms_norm(x: jax.Array, weight: LayerArray, *, eps: float, interpret: Any = False) -> jax.Array:
+def rms_norm(x: jax.Array, weight: LayerArray, *, eps: float, interpret: bool = False) -> jax.Array:
     """See ops.rms_norm.
 
     Args:
       x: bf16 or f16[T, D].
       weight: [D] of x's dtype.
-      interpret: False, or InterpretGPUParams.
+      interpret: for the CPU interpreter.
     """
     num_rows, width = x.shape
-    rows = next((n for n in (4, 2) if n * width <= _NUMBERS_A_THREAD * _WARPS * _LANES), 1)
+    rows = next((n for n in (4, 2) if n * width <= _NUMBERS_A_THREAD * WARPS * LANES), 1)
     layer = layer_of(weight)
-    kernel = _kernel(
+    run = _row_kernel(
         functools.partial(_norm_rows, num_rows, rows, eps),
         jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid=-(-num_rows // rows),
         name="rms_norm",
         interpret=interpret,
     )
-    return kernel(x, as_stack(weight, layer), layer.reshape(1))
+    return run(x, as_stack(weight, layer), layer.reshape(1))
 
 
-def act_and_mul(gate_up: jax.Array, activation: str | None, *, interpret: Any = False) -> jax.Array:
+def act_and_mul(gate_up: jax.Array, activation: str | None, *, interpret: bool = False) -> jax.Array:
     """See ops.act_and_mul.
 
     Args:
       gate_up: bf16 or f16[T, 2, F].
       activation: see unsupported_activation.
-      interpret: False, or InterpretGPUParams.
+      interpret: for the CPU interpreter.
     """
     num_rows, _, width = gate_up.shape
     columns = max(n for n in range(_UNIT, _MAX_GATE_COLUMNS + 1, _UNIT) if width % n == 0)
-    kernel = _kernel(
+    run = _row_kernel(
         functools.partial(_activate_rows, num_rows, columns, _EXPONENTS[activation]),
         jax.ShapeDtypeStruct((num_rows, width), gate_up.dtype),
         grid=-(-num_rows // _MAX_ROWS_A_BLOCK) * (width // columns),
         name="act_and_mul",
         interpret=interpret,
     )
-    return kernel(gate_up)
+    return run(gate_up)
 
 
-def _kernel(body: Callable[..., None], out_type: Any, *, grid: int, name: str, interpret: Any) -> Callable[..., Any]:
-    return pl.kernel(
-        body,
-        out_type=out_type,
-        mesh=plgpu.Mesh(grid=(grid,), grid_names=("block",)),
-        # No thread reads from memory what another one wrote.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        interpret=interpret,
-        name=name,
-    )
+def _row_kernel(
+    body: Callable[..., None], out_type: Any, *, grid: int, name: str, interpret: bool
+) -> Callable[..., Any]:
+    mesh = plgpu.Mesh(grid=(grid,), grid_names=("block",))
+    # No thread reads from memory what another one wrote.
+    options = {"interpret": interpret, "unsafe_no_auto_barriers": True}
+    return kernel(body, name=name, out_type=out_type, mesh=mesh, **options)
 
 
 @functools.cache
 def _layout(rows: int, width: int) -> Any:
     """[rows, width] over the 128 threads: the warps of a row side by side, their lanes in 16 bytes or what divides."""
-    warps = _WARPS // rows
-    vector = next(n for n in (8, 4, 2, 1) if width % (n * _LANES * warps) == 0)
-    tiling = plgpu.Tiling(((rows, warps * _LANES * vector), (1, _LANES * vector), (1, vector)))
+    warps = WARPS // rows
+    vector = next(n for n in (8, 4, 2, 1) if width % (n * LANES * warps) == 0)
     warp_dims = tuple(dim for dim, size in ((-6, rows), (-5, warps)) if size > 1)
-    layout = TiledLayout(tiling, warp_dims, (-3,), -1, _check_canonical=False).canonicalize()
-    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+    tiles = (rows, warps * LANES * vector), (1, LANES * vector), (1, vector)
+    return tiled_layout(*tiles, warp_dims=warp_dims, lane_dims=(-3,))
 
 
 def _rows_from_the_end(number: jax.Array, num_rows: int, rows: int) -> Any:
@@ -147,10 +138,7 @@ def _norm_rows(num_rows: int, rows: int, eps: float, x_ref: Ref, weight_ref: Ref
     x = _load(x_ref.at[here], layout)
     weight = _load(weight_ref.at[place_in(weight_ref, layer_ref[0])], layout.reduce(0))
     factor = lax.rsqrt((x * x).sum(axis=1) * (1.0 / shape[1]) + eps)
-    factor, weight = (
-        plgpu.layout_cast(lax.broadcast_in_dim(values, shape, [dim]), layout)
-        for dim, values in enumerate((factor, weight))
-    )
+    factor, weight = (spread(values, shape, (dim,), layout) for dim, values in enumerate((factor, weight)))
     # The product of two 16-bit numbers is exact in float32.
     out_ref[here, :] = ((x * factor).astype(dtype).astype(jnp.float32) * weight).astype(dtype)
 

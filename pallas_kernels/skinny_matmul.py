@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import Ref, div, pl, plgpu, swizzled_smem
+from pallas_kernels.common import Ref, div, kernel, pl, plgpu, swizzled_smem
 from pallas_kernels.layer_slice import as_stack
 from pallas_kernels.matmul_arrivals import arrive, reset_arrivals, wait_for_arrivals
 from pallas_kernels.matmul_sizes import (
@@ -53,7 +53,7 @@ def matmul_stages(
     arrivals: jax.Array,
     *,
     config: MatmulConfig,
-    interpret: Any = False,
+    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """See ops.matmul_stages.
 
@@ -62,7 +62,7 @@ def matmul_stages(
       residual: [8, D] or None.
       arrivals: i32[MAX_STAGES], zeros; zeros again afterwards.
       config: static.
-      interpret: False, or InterpretGPUParams.
+      interpret: for the CPU interpreter.
 
     Returns:
       [8, N] of each stage.
@@ -78,12 +78,12 @@ def matmul_stages(
 
 
 def _run(
-    statics: MatmulSizes,
+    sizes: MatmulSizes,
     x: jax.Array,
     stages: tuple[MatmulStage, ...],
     residual: jax.Array | None,
     arrivals: jax.Array,
-    interpret: Any,
+    interpret: bool,
 ) -> list[jax.Array]:
     """The results of stages that are one kernel."""
     layers, layer_indices = layer_numbers(stages)
@@ -93,65 +93,64 @@ def _run(
         operands.append(as_stack(stage.weight.reshape(-1, stage.weight.shape[-1]), layer))
         operands += [] if stage.norm_weight is None else [as_stack(stage.norm_weight.reshape(-1, 64), layer)]
         operands += [] if stage.bias is None else [as_stack(stage.bias.reshape(-1), layer)]
-    return pl.kernel(
-        functools.partial(_body, statics, residual is not None),
-        out_type=[jax.ShapeDtypeStruct((FEW_ROWS, stage.num_outputs), statics.dtype) for stage in statics.stages],
-        mesh=plgpu.Mesh(grid=(statics.num_ctas,), grid_names=("cta",), num_threads=2, thread_name="warpgroup"),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    return kernel(
+        functools.partial(_body, sizes, residual is not None),
+        out_type=[jax.ShapeDtypeStruct((FEW_ROWS, stage.num_outputs), sizes.dtype) for stage in sizes.stages],
+        mesh=plgpu.Mesh(grid=(sizes.num_ctas,), grid_names=("cta",), num_threads=2, thread_name="warpgroup"),
         interpret=interpret,
         name="matmul_stages",
     )(*operands)
 
 
-def _body(statics: MatmulSizes, has_residual: bool, *refs: Ref) -> None:
+def _body(sizes: MatmulSizes, has_residual: bool, *refs: Ref) -> None:
     """One warpgroup computes, two warps of the other copy."""
-    stages = stage_refs(statics, has_residual, list(refs))
+    stages = stage_refs(sizes, has_residual, list(refs))
     arrivals_ref = refs[1]
 
     def scoped(weights: Ref, x: Ref, *rest: Ref) -> None:
-        views = (tuple(weights), tuple(x)) if statics.copy_whole_tiles else (weights, x)
+        views = (tuple(weights), tuple(x)) if sizes.copy_whole_tiles else (weights, x)
         scratch = MatmulScratch(*views, *rest)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 0)
         def _():
-            _compute(statics, stages, arrivals_ref, scratch)
+            _compute(sizes, stages, arrivals_ref, scratch)
 
         @pl.when(warpgroup == 1)
         def _():
             def warp_body(warp: jax.Array) -> None:
-                pl.when(warp == 0)(functools.partial(_copy_weights, statics, stages, scratch))
-                pl.when(warp == 1)(functools.partial(_copy_inputs, statics, stages, arrivals_ref, scratch))
+                pl.when(warp == 0)(functools.partial(_copy_weights, sizes, stages, scratch))
+                pl.when(warp == 1)(functools.partial(_copy_inputs, sizes, stages, arrivals_ref, scratch))
 
             plgpu.warp_map(warp_body)
 
-    pl.run_scoped(scoped, *_scratch_types(statics), collective_axes="warpgroup")
+    pl.run_scoped(scoped, *_scratch_types(sizes), collective_axes="warpgroup")
 
 
-def _scratch_types(statics: MatmulSizes) -> tuple[Any, ...]:
+def _scratch_types(sizes: MatmulSizes) -> tuple[Any, ...]:
     """The fields of MatmulScratch."""
-    num_slots, slot_atoms = statics.num_slots, statics.slot_atoms
-    ways = max(stage.ways for stage in statics.stages)
-    smem = functools.partial(swizzled_smem, dtype=statics.dtype)
-    weights, x = smem(num_slots, slot_atoms * FEW_ROWS, 64), smem(statics.x_rows, 64)
-    copies_w, copies_x = max(stage.row_tiles * stage.tile for stage in statics.stages), statics.max_atoms
-    if statics.copy_whole_tiles:
+    num_slots, slot_atoms = sizes.num_slots, sizes.slot_atoms
+    ways = max(stage.ways for stage in sizes.stages)
+    smem = functools.partial(swizzled_smem, dtype=sizes.dtype)
+    weights, x = smem(num_slots, slot_atoms * FEW_ROWS, 64), smem(sizes.x_rows, 64)
+    copies_w, copies_x = max(stage.row_tiles * stage.tile for stage in sizes.stages), sizes.max_atoms
+    if sizes.copy_whole_tiles:
         # The same bytes as copies fill them: atoms of 8 rows and 64 columns in the same order.
-        wide = [smem(num_slots, FEW_ROWS * n, slot_atoms // n * 64) for n in {s.row_tiles for s in statics.stages}]
+        wide = [smem(num_slots, FEW_ROWS * n, slot_atoms // n * 64) for n in {s.row_tiles for s in sizes.stages}]
         weights = plgpu.RefUnion(*wide, weights)
-        x = plgpu.RefUnion(smem(FEW_ROWS, 64 * statics.max_atoms), x)
+        x = plgpu.RefUnion(smem(FEW_ROWS, 64 * sizes.max_atoms), x)
         copies_w = copies_x = 1
-    has_norms = statics.num_norms > 0
+    has_norms = sizes.num_norms > 0
     return (
         weights,
         x,
-        plgpu.SMEM((statics.num_norms, statics.norm_atoms, 64), statics.dtype) if has_norms else None,
+        plgpu.SMEM((sizes.num_norms, sizes.norm_atoms, 64), sizes.dtype) if has_norms else None,
         plgpu.SMEM((ways * 64, MAX_UNIT), jnp.float32),
         plgpu.SMEM((FEW_ROWS,), jnp.float32),
         plgpu.Barrier(num_arrivals=copies_w, num_barriers=num_slots),
         plgpu.Barrier(num_barriers=num_slots),
         plgpu.Barrier(num_arrivals=copies_x),
-        plgpu.Barrier(num_barriers=statics.num_norms) if has_norms else None,
+        plgpu.Barrier(num_barriers=sizes.num_norms) if has_norms else None,
     )
 
 
@@ -181,13 +180,13 @@ def _copy_atoms(
             plgpu.copy_gmem_to_smem(block, tall.at[pl.ds((i * stride + j) * FEW_ROWS, FEW_ROWS)], barrier)
 
 
-def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: MatmulScratch) -> None:
+def _copy_weights(sizes: MatmulSizes, stages: list[StageRefs], scratch: MatmulScratch) -> None:
     """One warp: the tiles of all units of all stages in order, as slots become free."""
     filled, free = scratch.filled, scratch.free
-    num_slots = statics.num_slots
+    num_slots = sizes.num_slots
     copied = jnp.int32(0)
-    for stage, refs in zip(statics.stages, stages, strict=True):
-        first_unit, num_mine = statics.num_mine(stage, refs)
+    for stage, refs in zip(sizes.stages, stages, strict=True):
+        first_unit, num_mine = sizes.my_units(stage, refs)
 
         def copy_tile(i: jax.Array, copied: jax.Array, stage=stage, refs=refs, first_unit=first_unit) -> jax.Array:
             slot = lax.rem(copied, jnp.int32(num_slots))
@@ -196,17 +195,17 @@ def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: Matmul
             def _():
                 plgpu.barrier_wait(free.at[slot])
 
-            if statics.in_flight:
+            if sizes.in_flight:
 
-                @pl.when(copied >= statics.in_flight)
+                @pl.when(copied >= sizes.in_flight)
                 def _():
-                    plgpu.barrier_wait(filled.at[lax.rem(copied - statics.in_flight, jnp.int32(num_slots))])
+                    plgpu.barrier_wait(filled.at[lax.rem(copied - sizes.in_flight, jnp.int32(num_slots))])
 
             unit_way = div(i, stage.tiles)
             tile = i - unit_way * stage.tiles
             unit = div(unit_way, stage.ways)
             way = unit_way - unit * stage.ways
-            row = way * stage.num_outputs + (first_unit + unit * statics.num_ctas) * stage.unit
+            row = way * stage.num_outputs + (first_unit + unit * sizes.num_ctas) * stage.unit
             where, atoms = (refs.of_layer(refs.weight), row), (tile * stage.tile, stage.tile)
             _copy_atoms(refs.weight, scratch.weights, slot, filled.at[slot], where, stage.row_tiles, atoms)
             return copied + 1
@@ -220,47 +219,47 @@ def _copy_weights(statics: MatmulSizes, stages: list[StageRefs], scratch: Matmul
     lax.fori_loop(jnp.maximum(copied - num_slots, 0), copied, drain, None)
 
 
-def _copy_inputs(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, scratch: MatmulScratch) -> None:
+def _copy_inputs(sizes: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, scratch: MatmulScratch) -> None:
     """One warp: the weights of norms, and the input of each stage in which this CTA has units, once it is stored.
 
     When all CTAs have stored it, this one has also done all it had to with the input before, which lies in the same
     place: it has arrived itself, or others could not have gone on to what they arrived with.
     """
-    for stage, refs in zip(statics.stages, stages, strict=True):
+    for stage, refs in zip(sizes.stages, stages, strict=True):
         if stage.has_norm:
 
-            @pl.when(statics.num_mine(stage, refs)[1] > 0)
+            @pl.when(sizes.my_units(stage, refs)[1] > 0)
             def _(stage=stage, refs=refs):
                 assert refs.norm_weight is not None
                 source = refs.norm_weight.at[refs.of_layer(refs.norm_weight)]
                 target = scratch.norms.at[stage.norm_index, pl.ds(0, stage.num_atoms)]
                 plgpu.copy_gmem_to_smem(source, target, scratch.norms_full.at[stage.norm_index])
 
-    for index, (stage, refs) in enumerate(zip(statics.stages, stages, strict=True)):
-        _, num_mine = statics.num_mine(stage, refs)
+    for index, (stage, refs) in enumerate(zip(sizes.stages, stages, strict=True)):
+        _, num_mine = sizes.my_units(stage, refs)
 
         @pl.when(num_mine > 0)
         def _(index=index, stage=stage, refs=refs):
             if index > 0:
-                wait_for_arrivals(arrivals_ref, index - 1, min(statics.stages[index - 1].num_units, statics.num_ctas))
+                wait_for_arrivals(arrivals_ref, index - 1, min(sizes.stages[index - 1].num_units, sizes.num_ctas))
             _copy_atoms(refs.x, scratch.x, None, scratch.x_full, (0,), 1, (0, stage.num_atoms))
 
     if len(stages) > 1:
-        reset_arrivals(arrivals_ref, len(stages) - 1, statics.num_ctas)
+        reset_arrivals(arrivals_ref, len(stages) - 1, sizes.num_ctas)
 
 
-def _compute(statics: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, scratch: MatmulScratch) -> None:
+def _compute(sizes: MatmulSizes, stages: list[StageRefs], arrivals_ref: Ref, scratch: MatmulScratch) -> None:
     """One warpgroup: for each stage take x, compute the units, tell the other CTAs."""
     used = jnp.int32(0)
-    for index, (stage, refs) in enumerate(zip(statics.stages, stages, strict=True)):
-        first_unit, num_mine = statics.num_mine(stage, refs)
+    for index, (stage, refs) in enumerate(zip(sizes.stages, stages, strict=True)):
+        first_unit, num_mine = sizes.my_units(stage, refs)
 
         @pl.when(num_mine > 0)
         def _(index=index, stage=stage, refs=refs, first_unit=first_unit, num_mine=num_mine, used=used):
             rstd = take_x(stage, scratch)
 
             def unit_body(i: jax.Array, used: jax.Array) -> jax.Array:
-                return compute_unit(statics, stage, refs, rstd, first_unit + i * statics.num_ctas, used, scratch)
+                return compute_unit(sizes, stage, refs, rstd, first_unit + i * sizes.num_ctas, used, scratch)
 
             lax.fori_loop(0, num_mine, unit_body, used)
             if index + 1 < len(stages):

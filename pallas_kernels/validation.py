@@ -13,6 +13,11 @@ Backend = Literal["reference", "mosaic_gpu", "mosaic_gpu_interpret"]
 Kind = Literal["decode", "mixed"]
 
 
+def is_interpreted(backend: Backend) -> bool:
+    """Whether the kernels run in JAX's interpreter, on a CPU."""
+    return backend == "mosaic_gpu_interpret"
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)

@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python scripts/bench_kernels.py --commit $(git rev-parse HEAD)
 
-Sections time, wall clock over many queued calls (kernel_rows.py), and check each row against float64 as well; "check"
-sections run random ragged batches. Each section is a process (checks are several), so that a kernel that hangs or
-breaks the CUDA context takes nothing else with it. All start and compile at once; when all have, they measure in turn.
-A row that fails is recorded as such. Sections that do not run keep their rows in the output file. With
+Sections time, wall clock over many queued calls (kernel_measuring.py), and check each row against float64 as well;
+"check" sections run random ragged batches. Each section is a process (checks are several), so that a kernel that hangs
+or breaks the CUDA context takes nothing else with it. All start and compile at once; when all have, they measure in
+turn. A row that fails is recorded as such. Sections that do not run keep their rows in the output file. With
 JAX_PLATFORMS=cpu it is a rehearsal in the interpreter at tiny shapes.
 """
 
@@ -29,7 +29,9 @@ from typing import Any
 import jax
 import kernel_shapes as shapes
 from kernel_checks import Check, CheckShape
-from kernel_rows import Measurement, Row, decode_row, mixed_row, prefill_row, work_row, write_and_decode_row, write_row
+from kernel_decode_rows import decode_row, write_and_decode_row
+from kernel_measuring import Measurement, Row
+from kernel_rows import mixed_row, prefill_row, work_row, write_row
 
 from jaxvllm.compile_cache import compiler_options
 from pallas_kernels.arg_specs import HEAD_SHAPES, HeadShape

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import workloads
-from kernel_rows import Requests
+from kernel_measuring import Requests
 from kernel_trace import trace_kernels
 
 from jaxvllm.attention_metadata import AttentionMetadata
@@ -36,7 +36,7 @@ from jaxvllm.model_config import ModelConfig
 from jaxvllm.model_source import resolve
 from jaxvllm.models.registry import get_model_class
 from jaxvllm.weights.dummy import dummy_params
-from pallas_kernels import FEW_ROWS, Kind, mosaic
+from pallas_kernels import FEW_ROWS, Kind, mosaic_matmul
 
 BLOCK_SIZE = 16
 VARIANTS = ("xla", "kernels")
@@ -94,7 +94,7 @@ def compile_all(config: ModelConfig, params: Any, cache: jax.ShapeDtypeStruct) -
         hidden, kv_cache = bind(model, params)(ids, positions, kv_cache, metadata)
         return kv_cache, hidden
 
-    mosaic.MIN_PREFERRED_ROWS = 0
+    mosaic_matmul.MIN_PREFERRED_ROWS = 0
     by_shape = run_layers.prefers_matmul_kernel
     jobs: dict[Step, Variants] = {step: {} for step in STEPS}
     with ThreadPoolExecutor(len(STEPS) * len(VARIANTS)) as pool:

@@ -16,7 +16,7 @@ import numpy as np
 from kernel_shapes import BACKEND, MAX_RELATIVE_ERROR, ON_CARD
 
 from pallas_kernels.arg_specs import HeadShape
-from pallas_kernels.mosaic import attend, cache_head_dim
+from pallas_kernels.mosaic_attention import attend, cache_head_dim
 from pallas_kernels.ops import rope_and_write_kv, rope_write_and_attend
 from pallas_kernels.reference_rope_write import HeadNorm
 from pallas_kernels.tuning import AttentionConfig, attention_config

@@ -12,8 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.common import plgpu
-from pallas_kernels.mosaic import cache_head_dim
+from pallas_kernels.mosaic_attention import cache_head_dim
 from pallas_kernels.tuning import AttentionConfig, attention_config
 from pallas_kernels.validation import Backend
 
@@ -64,8 +63,7 @@ class KernelShape:
         sinks = jnp.full(self.num_heads, SINK, jnp.float32) if self.has_sinks else None
         kv_scale = jnp.array(self.kv_scales, jnp.float32) if self.kv_dtype.itemsize == 1 else None
         masks = {"sliding_window": self.sliding_window, "soft_cap": self.soft_cap, "sinks": sinks}
-        interpret = False if ON_CARD else plgpu.InterpretGPUParams()
-        return {"scale": self.head_dim**-0.5, "kv_scale": kv_scale, "interpret": interpret, **masks}
+        return {"scale": self.head_dim**-0.5, "kv_scale": kv_scale, "interpret": not ON_CARD, **masks}
 
 
 @dataclass(frozen=True)

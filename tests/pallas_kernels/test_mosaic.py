@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import cache_head_dim, rope_and_write_kv, unsupported_reason
-from pallas_kernels.mosaic import attend
+from pallas_kernels.mosaic_attention import attend
 from pallas_kernels.tuning import INTERPRET, AttentionConfig, attention_config
 from pallas_kernels.work_lists import cut_attention_work
 from tests.pallas_kernels.attention_cases import expected_attention, merge_qkv

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import FEW_ROWS
 from pallas_kernels.arg_specs import BUCKETS, HEAD_SHAPES, Bucket, HeadShape, layer_function, layer_specs
-from pallas_kernels.mosaic import unsupported_reason
+from pallas_kernels.mosaic_attention import unsupported_reason
 
 KERNEL = re.compile(r"stablehlo\.custom_call @mosaic_gpu\w*\(%")
 LLAMA = HEAD_SHAPES[1]

@@ -1,30 +1,22 @@
-"""The Mosaic GPU backend behind ops: what it supports, and which kernels a step runs."""
+"""The Mosaic GPU backend of attention and KV write: what it supports, and which kernels serve a step."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import matmul_sizes, reference_matmul, rope_write, row_kernels, skinny_matmul
-from pallas_kernels.common import plgpu
+from pallas_kernels import rope_write
+from pallas_kernels.common import DTYPES
 from pallas_kernels.decode import paged_decode, write_and_decode
 from pallas_kernels.decode_sizes import takes_merged_qkv
 from pallas_kernels.layer_slice import LayerArray
+from pallas_kernels.matmul_sizes import FEW_ROWS
 from pallas_kernels.prefill import paged_prefill
-from pallas_kernels.reference_matmul import Activation, MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm, norm_and_rotate
-from pallas_kernels.tuning import (
-    MAX_PREFERRED_INPUT,
-    MAX_PREFERRED_WEIGHTS,
-    MIN_PREFERRED_ROWS,
-    AttentionConfig,
-    attention_config,
-    matmul_config,
-)
-from pallas_kernels.validation import Backend, Kind
+from pallas_kernels.tuning import AttentionConfig, attention_config
+from pallas_kernels.validation import Backend, Kind, is_interpreted
 from pallas_kernels.work_lists import AttentionWork, cut_attention_work
 
-DTYPES = ("bfloat16", "float16")
 CACHE_DTYPES = (*DTYPES, "float8_e4m3fn")
 # Of the cache. Heads of other sizes are kept padded to the next of these: see cache_head_dim.
 HEAD_DIMS = (64, 128, 256)
@@ -108,7 +100,7 @@ def make_attention_work(
     if backend == "reference":
         return None
     config = attention_config(
-        interpret=backend == "mosaic_gpu_interpret",
+        interpret=is_interpreted(backend),
         block_size=block_size,
         head_dim=head_dim,
         cache_bytes=jnp.dtype(cache_dtype).itemsize,
@@ -143,8 +135,7 @@ def paged_attention(
     """See ops.paged_attention. One kernel in a decode bucket, two in a mixed one; both write one array in place."""
     num_heads, head_dim = q.shape[1:]
     config = _config_of(q.dtype, num_heads, head_dim, kv_cache, sliding_window, backend)
-    interpret = backend == "mosaic_gpu_interpret"
-    options |= {"sliding_window": sliding_window, "config": config, "interpret": interpret}
+    options |= {"sliding_window": sliding_window, "config": config, "interpret": is_interpreted(backend)}
     padded = jnp.pad(q, ((0, 0), (0, 0), (0, kv_cache.shape[-1] - head_dim)))
     out = attend(padded, kv_cache, layer, block_tables, seq_lens, query_start_loc, work, **options)
     return out[..., :head_dim]
@@ -175,7 +166,7 @@ def _config_of(
     if reason is not None:
         raise NotImplementedError(f"{backend} attention: {reason}; use backend 'reference'")
     return attention_config(
-        interpret=backend == "mosaic_gpu_interpret",
+        interpret=is_interpreted(backend),
         block_size=block_size,
         head_dim=cache_dim,
         cache_bytes=kv_cache.dtype.itemsize,
@@ -192,11 +183,20 @@ def attend(
     work: AttentionWork,
     *,
     config: AttentionConfig,
-    interpret: bool = False,
     **options: Any,
 ) -> jax.Array:
-    """Attention with a given configuration, the one that cut `work`. Arguments as in ops.paged_attention."""
-    options = _kernel_options(kv_cache, interpret=interpret, **options)
+    """Attention with a given configuration, the one that cut `work`.
+
+    Args:
+      q: bf16 or f16[T, N, H] with the cache's H.
+      kv_cache, layer, block_tables, seq_lens, query_start_loc, work: as in ops.paged_attention.
+      config: static.
+      options: scale, sliding_window, soft_cap, sinks and kv_scale of ops.paged_attention; `interpret` of the kernels.
+
+    Returns:
+      [T, N, H] of q's dtype.
+    """
+    options = _kernel_options(kv_cache, **options)
     decode_work = work.decode_with(options["sliding_window"])
     rows = (block_tables, seq_lens, query_start_loc[-1])
     out = paged_decode(q, kv_cache, layer, *rows, decode_work, config=config.decode, **options)
@@ -208,24 +208,20 @@ def attend(
 def _kernel_options(
     kv_cache: jax.Array,
     *,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     kv_scale: LayerArray | None = None,
-    interpret: bool,
+    **options: Any,
 ) -> dict[str, Any]:
     """What the attention kernels take by name."""
-    if kv_cache.dtype.itemsize == 1 and kv_scale is None:
-        kv_scale = jnp.ones(2, jnp.float32)
-    return {
-        "scale": scale,
-        "sliding_window": sliding_window,
-        "soft_cap": soft_cap,
-        "sinks": None if sinks is None else jnp.asarray(sinks, jnp.float32),
-        "kv_scale": kv_scale,
-        "interpret": plgpu.InterpretGPUParams() if interpret else False,
-    }
+    sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
+    return {"sliding_window": None, "sinks": sinks, "kv_scale": _scale_of(kv_cache, kv_scale), **options}
+
+
+def _scale_of(kv_cache: jax.Array, kv_scale: LayerArray | None) -> LayerArray | None:
+    """f32[2] for kernels over an 8-bit cache, which always take one; None for those over 16 bits."""
+    if kv_cache.dtype.itemsize > 1:
+        return None
+    return jnp.ones(2, jnp.float32) if kv_scale is None else kv_scale
 
 
 def rope_write_and_attend(
@@ -255,11 +251,11 @@ def rope_write_and_attend(
     options |= {"sliding_window": sliding_window, "kv_scale": kv_scale}
     config = _config_of(qkv.dtype, num_kv_heads * (parts - 2), head_dim, kv_cache, sliding_window, backend)
     is_whole = head_dim == kv_cache.shape[-1] and (rope is None or 2 * rope[0].shape[-1] == head_dim)
-    if len(qkv) > matmul_sizes.FEW_ROWS or not is_whole or not takes_merged_qkv(parts - 2, head_dim):
+    if len(qkv) > FEW_ROWS or not is_whole or not takes_merged_qkv(parts - 2, head_dim):
         to_write = {"rope": rope, "norm": norm, "kv_scale": kv_scale, "backend": backend}
         q, kv_cache = rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, **to_write)
         return paged_attention(q, kv_cache, layer, *rows, work, **options, backend=backend), kv_cache
-    options |= {"rope": rope, "norm": norm, "config": config, "interpret": backend == "mosaic_gpu_interpret"}
+    options |= {"rope": rope, "norm": norm, "config": config, "interpret": is_interpreted(backend)}
     return write_and_attend(qkv, kv_cache, slot_mapping, layer, *rows, work, **options)
 
 
@@ -276,11 +272,19 @@ def write_and_attend(
     rope: tuple[jax.Array, jax.Array] | None,
     norm: HeadNorm | None,
     config: AttentionConfig,
-    interpret: bool = False,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """The one kernel with a given configuration, the one that cut `work`."""
-    options = _kernel_options(kv_cache, interpret=interpret, **options) | {"rope": rope, "norm": norm}
+    """The one kernel of rope_write_and_attend with a given configuration, the one that cut `work`.
+
+    Args:
+      qkv, ..., norm: as in ops.rope_write_and_attend, but H is the cache's, and rope turns all of it.
+      config: static.
+      options: as in attend.
+
+    Returns:
+      [T, N, H], and kv_cache.
+    """
+    options = _kernel_options(kv_cache, **options) | {"rope": rope, "norm": norm}
     decode_work = work.decode_with(options["sliding_window"])
     rows = (block_tables, seq_lens, query_start_loc[-1])
     return write_and_decode(qkv, kv_cache, slot_mapping, layer, *rows, decode_work, config=config.decode, **options)
@@ -310,8 +314,6 @@ def rope_and_write_kv(
         q, k, v = norm_and_rotate(qkv, rope, norm)
         qkv, rope, norm = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2), None, None
         qkv = jnp.pad(qkv, ((0, 0), (0, 0), (0, 0), (0, cache_dim - head_dim)))
-    if kv_cache.dtype.itemsize == 1 and kv_scale is None:
-        kv_scale = jnp.ones(2, jnp.float32)
     q, kv_cache = rope_write.rope_and_write_kv(
         qkv,
         kv_cache,
@@ -319,106 +321,7 @@ def rope_and_write_kv(
         layer,
         rope=rope,
         norm=norm,
-        kv_scale=kv_scale if kv_cache.dtype.itemsize == 1 else None,
-        interpret=_interpret_params(backend),
+        kv_scale=_scale_of(kv_cache, kv_scale),
+        interpret=is_interpreted(backend),
     )
     return q[..., :head_dim], kv_cache
-
-
-def rms_norm(x: jax.Array, weight: LayerArray, *, eps: float, unit_offset: bool, backend: Backend) -> jax.Array:
-    """See ops.rms_norm."""
-    reason = row_kernels.unsupported_norm(x.shape, x.dtype, unit_offset=unit_offset)
-    if reason is not None:
-        raise NotImplementedError(f"{backend} norm: no kernel for {reason}; use backend 'reference'")
-    return row_kernels.rms_norm(x, weight, eps=eps, interpret=_interpret_params(backend))
-
-
-def act_and_mul(gate_up: jax.Array, activation: Activation | None, *, backend: Backend) -> jax.Array:
-    """See ops.act_and_mul."""
-    reason = row_kernels.unsupported_activation(gate_up.shape, gate_up.dtype, activation)
-    if reason is not None:
-        raise NotImplementedError(f"{backend} activation: no kernel for {reason}; use backend 'reference'")
-    return row_kernels.act_and_mul(gate_up, activation, interpret=_interpret_params(backend))
-
-
-def make_arrivals(backend: Backend) -> jax.Array | None:
-    """What matmul_stages counts in: once a step, for all layers. None for the reference."""
-    return None if backend == "reference" else jnp.zeros(matmul_sizes.MAX_STAGES, jnp.int32)
-
-
-def _interpret_params(backend: Backend) -> Any:
-    return plgpu.InterpretGPUParams() if backend == "mosaic_gpu_interpret" else False
-
-
-def _has_norm_kernel(stage: MatmulStage, num_rows: int) -> bool:
-    shape = (num_rows, stage.weight.shape[-1])
-    is_served = row_kernels.unsupported_norm(shape, stage.weight.dtype, unit_offset=stage.unit_offset) is None
-    return stage.norm_weight is not None and is_served
-
-
-def _has_gate_kernel(stage: MatmulStage, num_rows: int) -> bool:
-    shape = (num_rows, *stage.weight.shape[:-1])
-    return stage.is_gated and row_kernels.unsupported_activation(shape, stage.weight.dtype, stage.activation) is None
-
-
-def _have_row_kernels(stages: tuple[MatmulStage, ...], num_rows: int) -> bool:
-    return any(_has_norm_kernel(stage, num_rows) or _has_gate_kernel(stage, num_rows) for stage in stages)
-
-
-def prefers_matmul_kernel(
-    x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[MatmulStage, ...], backend: Backend
-) -> bool:
-    """Whether matmul_stages of a backend can run these and was measured to be faster than what XLA makes of them."""
-    if backend == "reference":
-        return False
-    if x.shape[0] > matmul_sizes.FEW_ROWS:
-        return x.shape[0] >= MIN_PREFERRED_ROWS and _have_row_kernels(stages, x.shape[0])
-    if matmul_sizes.unsupported_reason(x, stages) is not None:
-        return False
-    return x.shape[-1] <= MAX_PREFERRED_INPUT and sum(stage.weight.size for stage in stages) <= MAX_PREFERRED_WEIGHTS
-
-
-def matmul_stages(
-    x: jax.Array,
-    stages: tuple[MatmulStage, ...],
-    residual: jax.Array | None,
-    arrivals: jax.Array,
-    *,
-    backend: Backend,
-) -> tuple[jax.Array, ...]:
-    """See ops.matmul_stages. One kernel, or one a stage where thread blocks cannot wait for each other.
-
-    The products of more than FEW_ROWS rows are XLA's, with kernels for the norms and gates around them where they have
-    one.
-    """
-    if len(x) > matmul_sizes.FEW_ROWS and _have_row_kernels(stages, len(x)):
-        return _products_of_many_rows(x, stages, residual, backend)
-    reason = matmul_sizes.unsupported_reason(x, stages)
-    if reason is not None:
-        raise NotImplementedError(f"{backend} matmul: {reason}; use backend 'reference'")
-    device = jax.devices()[0]
-    # Where there is no GPU this compiles for one elsewhere.
-    num_sms = getattr(device, "core_count", None) if device.platform == "gpu" else None
-    config = matmul_config(interpret=backend == "mosaic_gpu_interpret", num_sms=num_sms)
-    return skinny_matmul.matmul_stages(
-        x, stages, residual, arrivals, config=config, interpret=_interpret_params(backend)
-    )
-
-
-def _products_of_many_rows(
-    x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array | None, backend: Backend
-) -> tuple[jax.Array, ...]:
-    interpret = _interpret_params(backend)
-
-    def norm(x: jax.Array, stage: MatmulStage) -> jax.Array:
-        if not _has_norm_kernel(stage, len(x)):
-            return reference_matmul.norm(x, stage)
-        assert stage.norm_weight is not None
-        return row_kernels.rms_norm(x, stage.norm_weight, eps=stage.eps, interpret=interpret)
-
-    def gate(gate_up: jax.Array, stage: MatmulStage) -> jax.Array:
-        if not _has_gate_kernel(stage, len(gate_up)):
-            return reference_matmul.gate(gate_up, stage)
-        return row_kernels.act_and_mul(gate_up, stage.activation, interpret=interpret)
-
-    return reference_matmul.matmul_stages(x, stages, residual, norm=norm, gate=gate)
