@@ -20,7 +20,7 @@ CPU_KV_CACHE_BYTES = 1 << 30
 LARGE_GPU_BYTES = 70 << 30
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 HOST_DEVICES_FLAG = "--xla_force_host_platform_device_count"
-DEFAULT_EXECUTOR = "jaxvllm.executor:make_executor"
+DEFAULT_EXECUTOR = "jaxvllm.executor_start:make_executor"
 _DTYPES = {
     "auto": "auto",
     "float32": "float32",

@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from jaxvllm.compile_cache import CompileCache, ProgramKey, SamplingProgram, StoredPrograms, compiler_options
 from jaxvllm.device_state import DeviceState
 from jaxvllm.kv_cache import KVCacheSpec
-from jaxvllm.lowering import LoweringProcesses, import_step
+from jaxvllm.lowering import import_step
+from jaxvllm.lowering_processes import LoweringProcesses
 from jaxvllm.parallel import kv_cache_sharding, make_mesh, replicated
 from jaxvllm.program_store import ProgramStore, describe_devices, fingerprint
 from jaxvllm.sampling import LogitsProcessor

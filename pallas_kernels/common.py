@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.experimental.pallas
-import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# Typed Any: the annotations of these modules reject how jax's own kernels call them.
-pl: Any = jax.experimental.pallas
-plgpu: Any = jax.experimental.pallas.mosaic_gpu
+from pallas_kernels import lazy
+
+pl: Any = lazy.pl
+plgpu: Any = lazy.plgpu
 
 Ref = Any  # a reference to global or shared memory, or to barriers
 

@@ -5,12 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import matmul_sizes, reference_matmul, rope_write, row_kernels, skinny_matmul
+from pallas_kernels import matmul_sizes, reference_matmul, rope_write, row_kernels
 from pallas_kernels.common import plgpu
-from pallas_kernels.decode import paged_decode, write_and_decode
 from pallas_kernels.decode_sizes import takes_merged_qkv
 from pallas_kernels.layer_slice import LayerArray
-from pallas_kernels.prefill import paged_prefill
 from pallas_kernels.reference_matmul import Activation, MatmulStage
 from pallas_kernels.reference_rope_write import HeadNorm, norm_and_rotate
 from pallas_kernels.tuning import (
@@ -196,6 +194,10 @@ def attend(
     **options: Any,
 ) -> jax.Array:
     """Attention with a given configuration, the one that cut `work`. Arguments as in ops.paged_attention."""
+    # Late, as in write_and_attend and matmul_stages: see pallas_kernels.lazy.
+    from pallas_kernels.decode import paged_decode
+    from pallas_kernels.prefill import paged_prefill
+
     options = _kernel_options(kv_cache, interpret=interpret, **options)
     decode_work = work.decode_with(options["sliding_window"])
     rows = (block_tables, seq_lens, query_start_loc[-1])
@@ -280,6 +282,8 @@ def write_and_attend(
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """The one kernel with a given configuration, the one that cut `work`."""
+    from pallas_kernels.decode import write_and_decode
+
     options = _kernel_options(kv_cache, interpret=interpret, **options) | {"rope": rope, "norm": norm}
     decode_work = work.decode_with(options["sliding_window"])
     rows = (block_tables, seq_lens, query_start_loc[-1])
@@ -391,6 +395,8 @@ def matmul_stages(
     The products of more than FEW_ROWS rows are XLA's, with kernels for the norms and gates around them where they have
     one.
     """
+    from pallas_kernels import skinny_matmul
+
     if len(x) > matmul_sizes.FEW_ROWS and _have_row_kernels(stages, len(x)):
         return _products_of_many_rows(x, stages, residual, backend)
     reason = matmul_sizes.unsupported_reason(x, stages)

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 
 from pallas_kernels.common import Ref, pl, plgpu
 from pallas_kernels.layer_slice import LayerArray, as_stack, place_in
@@ -109,6 +108,8 @@ def _row_layout(num_kv_heads: int, half: int) -> Any:
 
     With fewer than 4 heads side by side warps do the same work twice and store the same bits twice.
     """
+    from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
+
     rows = math.gcd(num_kv_heads, 4 * _WARPS)
     rows_of_warp = max(rows // _WARPS, 1)
     vector = half * rows_of_warp // _LANES

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 
 from pallas_kernels.common import Ref, div, pl, plgpu
 from pallas_kernels.layer_slice import LayerArray, as_stack, layer_of, place_in
@@ -120,6 +119,8 @@ def _kernel(body: Callable[..., None], out_type: Any, *, grid: int, name: str, i
 @functools.cache
 def _layout(rows: int, width: int) -> Any:
     """[rows, width] over the 128 threads: the warps of a row side by side, their lanes in 16 bytes or what divides."""
+    from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
+
     warps = _WARPS // rows
     vector = next(n for n in (8, 4, 2, 1) if width % (n * _LANES * warps) == 0)
     tiling = plgpu.Tiling(((rows, warps * _LANES * vector), (1, _LANES * vector), (1, vector)))
