@@ -373,8 +373,8 @@ def _thinking(reasoning_config: dict[str, Any] | None) -> tuple[str, str] | None
 
 
 def lowering_environment(package_root: str | None) -> dict[str, str]:
-    """The whole environment of a process that lowers programs: it must not touch a GPU."""
-    return os.environ | {"JAX_PLATFORMS": "cpu"} | _import_path(package_root)
+    """The whole environment of a process that lowers programs: it must touch no GPU, nor have threads as it forks."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"} | _import_path(package_root)
 
 
 def _import_path(package_root: str | None) -> dict[str, str]:

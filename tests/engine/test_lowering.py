@@ -69,6 +69,7 @@ def test_what_fails_in_a_process_is_raised_here_by_name_and_its_death_is_heard_o
     assert processes.export(KEY, 9).exported  # the error cost them nothing
     forks = children(processes.pid)
     assert len(forks) == 2
+    assert len(os.listdir(f"/proc/{processes.pid}/task")) == 1  # threads would not have survived the fork
     os.kill(forks[0], signal.SIGKILL)
     failures = 0
     for _ in range(4):

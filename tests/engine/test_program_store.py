@@ -6,6 +6,7 @@ import os
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -239,7 +240,7 @@ def test_a_program_is_kept_in_the_store_or_in_jaxs_own_cache_and_never_in_both(t
     before = {name: getattr(jax.config, name) for name in settings}
     marker = uuid.uuid4().hex
 
-    def lower_for_this_test(key: BucketKey) -> jax.stages.Lowered:
+    def lower_for_this_test(key: Any) -> jax.stages.Lowered:
         """Of a name that JAX's cache, which tests share, does not know."""
 
         def program(x: jax.Array) -> jax.Array:
