@@ -20,7 +20,7 @@ CPU_KV_CACHE_BYTES = 1 << 30
 LARGE_GPU_BYTES = 70 << 30
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 HOST_DEVICES_FLAG = "--xla_force_host_platform_device_count"
-DEFAULT_EXECUTOR = "jaxvllm.executor:make_executor"
+DEFAULT_EXECUTOR = "jaxvllm.executor_start:make_executor"
 _DTYPES = {
     "auto": "auto",
     "float32": "float32",
@@ -373,8 +373,8 @@ def _thinking(reasoning_config: dict[str, Any] | None) -> tuple[str, str] | None
 
 
 def lowering_environment(package_root: str | None) -> dict[str, str]:
-    """The whole environment of a process that lowers programs: it must not touch a GPU."""
-    return os.environ | {"JAX_PLATFORMS": "cpu"} | _import_path(package_root)
+    """The whole environment of a process that lowers programs: it must touch no GPU, nor have threads as it forks."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"} | _import_path(package_root)
 
 
 def _import_path(package_root: str | None) -> dict[str, str]:

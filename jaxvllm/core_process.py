@@ -1,6 +1,5 @@
 """The engine core's process: reads requests, steps, sends outputs; ends when the front end does."""
 
-import contextlib
 import gc
 import logging
 import os
@@ -16,7 +15,6 @@ import msgspec
 import zmq
 
 from jaxvllm import core_messages as messages
-from jaxvllm.config import DEFAULT_EXECUTOR
 from jaxvllm.core import EngineCore, make_executor
 from jaxvllm.core_messages import CoreFailure, CoreStart, EngineCoreRequest, UtilityCall, UtilityResult
 from scheduler.outputs import EngineCoreOutputs
@@ -107,8 +105,6 @@ def main() -> None:
 
 def _serve(start: CoreStart, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
     try:
-        if start.config.device == "gpu" and start.config.executor == DEFAULT_EXECUTOR:
-            threading.Thread(target=_start_device, daemon=True).start()
         begin = time.monotonic()
         executor = make_executor(start.config)
         imported = time.monotonic()
@@ -126,14 +122,6 @@ def _serve(start: CoreStart, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
         outbox.send(messages.DEAD + msgspec.msgpack.encode(failure))
         return 1
     return 0
-
-
-def _start_device() -> None:
-    """Have JAX start its device client while the imports go on: on a GPU that takes a second or more."""
-    import jax
-
-    with contextlib.suppress(Exception):  # the executor asks again, and tells
-        jax.devices()
 
 
 def _says_something(outputs: EngineCoreOutputs) -> bool:

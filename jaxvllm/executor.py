@@ -1,10 +1,9 @@
 """The Executor: finds and loads the model, sizes the KV pool, plans steps and runs them."""
 
 import logging
-import os
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +17,14 @@ from jaxvllm.attention_backend import choose_backend
 from jaxvllm.background import Background
 from jaxvllm.bucket_choice import choose_policy
 from jaxvllm.bucket_stats import BucketStats
-from jaxvllm.checkout import checkout_root
 from jaxvllm.compile_cache import ProgramKey
-from jaxvllm.config import EngineConfig, lowering_environment
+from jaxvllm.config import EngineConfig
 from jaxvllm.dispatcher import DispatchedStep, Dispatcher
+from jaxvllm.executor_start import start_lowering
 from jaxvllm.kv_cache import KVCacheSpec, cache_dtype_of, free_device_bytes
 from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_shapes, param_specs
-from jaxvllm.lowering import LoweringProcesses, LoweringTask
+from jaxvllm.lowering import LoweringTask
+from jaxvllm.lowering_processes import LoweringProcesses
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.model_runner import ModelRunner, RunnerConfig
 from jaxvllm.model_source import ModelSource, resolve
@@ -44,8 +44,6 @@ from scheduler.records import needs_dense_logprobs
 
 logger = logging.getLogger(__name__)
 
-MAX_LOWERING_PROCESSES = 8
-
 
 class DeviceExecutor:
     """Runs one model on one device, or split over some. `initialize` does the slow part.
@@ -57,9 +55,15 @@ class DeviceExecutor:
       model_config: of the model, once it is initialized.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Remember the config; nothing is loaded yet."""
+    def __init__(self, config: EngineConfig, lowering: LoweringProcesses | None = None) -> None:
+        """Remember the config; nothing is loaded yet.
+
+        Args:
+          config: of the engine.
+          lowering: processes for its steps that were started ahead; `initialize` closes them.
+        """
         self.config = config
+        self._lowering = lowering
         self.model_config: ModelConfig | None = None
         self._planner: Planner | None = None
         self._runner: ModelRunner | None = None
@@ -76,6 +80,14 @@ class DeviceExecutor:
           ValueError: the model cannot be served, or a request of max_model_len does not fit the pool.
           RuntimeError: JAX finds no device of the configured kind.
         """
+        try:
+            return self._initialize(meanwhile)
+        finally:
+            if self._lowering is not None:
+                self._lowering.close()
+                self._lowering = None
+
+    def _initialize(self, meanwhile: Callable[[], None]) -> int:
         config = self.config
         mesh = _mesh(config)
         source = resolve(
@@ -97,7 +109,7 @@ class DeviceExecutor:
         num_blocks = sizer.guess()
         with Background(lambda: _load(config, source, param_specs(model), mesh)) as weights, Background(meanwhile):
             if config.compile.ahead:
-                with _lowering_processes(config, model_config, runner.config) as lowering:
+                with self._lowering_of(model_config, runner.config) as lowering:
                     num_blocks = _compile_ahead(runner, sizer, num_blocks, weights.check, lowering)
             runner.set_params(weights.result())
         log_pool(runner.config.kv_cache, runner.config.limits, num_blocks)
@@ -123,7 +135,7 @@ class DeviceExecutor:
         assert self.model_config is not None, "initialize comes first"
         keys = list(keys)
         with (
-            _lowering_processes(self.config, self.model_config, self.runner.config) as lowering,
+            self._lowering_of(self.model_config, self.runner.config) as lowering,
             tqdm(desc="Preparing programs", total=len(keys), unit="program") as progress,
         ):
             for _ in self.runner.warm_up(lowering, keys):
@@ -151,6 +163,23 @@ class DeviceExecutor:
             **self._buckets.metrics(),
         }
 
+    @contextmanager
+    def _lowering_of(self, model: ModelConfig, runner: RunnerConfig) -> Iterator[LoweringProcesses | None]:
+        """Processes that lower the steps of a runner; None where this process has to."""
+        # Kernels are cut for the device of the process that lowers them, and without one for an H200.
+        if getattr(jax.devices()[0], "core_count", None) != NUM_SMS:
+            yield None
+            return
+        processes, self._lowering = self._lowering or start_lowering(self.config), None
+        if processes is None:
+            yield None
+            return
+        with closing(processes):
+            # Neither a mesh nor a store can travel.
+            runner = replace(runner, mesh=None, store=None)
+            processes.lower_for(LoweringTask(model, runner, platform="cuda", unroll_layers=True))
+            yield processes
+
     def shutdown(self) -> None:
         """Let go of weights, pool and programs. Steps submitted before are dispatched first."""
         if self._dispatcher is not None:
@@ -158,11 +187,6 @@ class DeviceExecutor:
         if self._runner is not None:
             self._runner.release()
         self._runner = self._planner = self._dispatcher = None
-
-
-def make_executor(config: EngineConfig) -> DeviceExecutor:
-    """The executor that an engine uses unless it is told otherwise."""
-    return DeviceExecutor(config)
 
 
 def with_dtype(model_config: ModelConfig, dtype: str, platform: str) -> ModelConfig:
@@ -241,23 +265,6 @@ def _load(config: EngineConfig, source: ModelSource, specs: dict[str, ParamSpec]
     return load_params(
         specs, source.open_checkpoint(), put=lambda array, spec: jax.device_put(array, spec.sharding(mesh))
     )
-
-
-def _lowering_processes(
-    config: EngineConfig, model_config: ModelConfig, runner_config: RunnerConfig
-) -> AbstractContextManager[LoweringProcesses | None]:
-    """Processes that lower the steps of a GPU; none run before the first step has to be lowered."""
-    if config.device == "cpu" or runner_config.processors:  # custom processors need not exist in another process
-        return nullcontext()
-    # Kernels are cut for the device of the process that lowers them, and without one for an H200.
-    if getattr(jax.devices()[0], "core_count", None) != NUM_SMS:
-        return nullcontext()
-    # Neither a mesh nor a store can travel.
-    task = LoweringTask(
-        model_config, replace(runner_config, mesh=None, store=None), platform="cuda", unroll_layers=True
-    )
-    limit = max(1, min(MAX_LOWERING_PROCESSES, (os.cpu_count() or 1) // 2))
-    return closing(LoweringProcesses(task, lowering_environment(checkout_root()), limit))
 
 
 def _compile_ahead(

@@ -1,24 +1,28 @@
-"""Steps lowered in processes of their own.
+"""Steps lowered in processes of their own: what such a process does. lowering_processes.py starts them.
 
 Python's lock lets a process lower one program at a time, and a step takes 1 to 3 seconds, most of it in the kernels'
 lowering: 23 programs of Qwen3-0.6B took most of a minute on one H200's host. Here processes without a device
 (`python -m jaxvllm.lowering`) export steps for the device's platform; lowering what they return takes 0.2 s.
 """
 
+import gc
+import importlib
 import os
 import pickle
-import subprocess
+import socket
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import BoundedSemaphore, Lock
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax import export
 
 from jaxvllm.model_config import ModelConfig
+from jaxvllm.models.registry import get_model_class
 from jaxvllm.sampling.row_kernel import TRITON_CALL
+from pallas_kernels.lazy import import_kernels
 
 KERNEL_CALLS = ("mosaic_gpu", "mosaic_gpu_v2", TRITON_CALL)  # stable enough between two processes of one version
 
@@ -75,73 +79,11 @@ def import_step(step: ExportedStep) -> Callable[..., Any]:
     return call
 
 
-class LoweringProcesses:
-    """Up to `limit` processes, each started when it is first needed; for any number of threads.
-
-    Args:
-      environment: of the processes; see config.lowering_environment.
-    """
-
-    def __init__(self, task: LoweringTask, environment: dict[str, str], limit: int) -> None:
-        self._task = pickle.dumps(task)
-        self._environment = environment
-        self._free_places = BoundedSemaphore(limit)
-        self._lock = Lock()
-        self._idle: list[subprocess.Popen[bytes]] = []
-        self._all: list[subprocess.Popen[bytes]] = []
-
-    def export(self, key: Any, num_blocks: int) -> ExportedStep:
-        """Have a step lowered; waits for a process.
-
-        Raises: RuntimeError with the process's own error.
-        """
-        with self._free_places:
-            process = self._take()
-            answer = _ask(process, (key, num_blocks))
-            with self._lock:
-                self._idle.append(process)
-        if isinstance(answer, ExportedStep):
-            return answer
-        raise RuntimeError(f"{key} could not be lowered: {answer}")
-
-    def close(self) -> None:
-        """End all processes, those at work too."""
-        with self._lock:
-            processes, self._all, self._idle = self._all, [], []
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-    def _take(self) -> subprocess.Popen[bytes]:
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-            command = [sys.executable, "-P", "-m", "jaxvllm.lowering"]
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._environment, start_new_session=True
-            )
-            self._all.append(process)
-        assert process.stdin is not None
-        process.stdin.write(self._task)
-        return process
-
-
-def _ask(process: subprocess.Popen[bytes], question: Any) -> Any:
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write(pickle.dumps(question))
-        process.stdin.flush()
-        return pickle.load(process.stdout)
-    except (EOFError, BrokenPipeError) as error:
-        raise RuntimeError(f"a lowering process ended with exit code {process.wait()}; its output says more") from error
-
-
 def _make_runner(task: LoweringTask) -> Any:
     """A runner that knows shapes alone."""
     # Late: model_runner imports this module.
     from jaxvllm.layers.parameter import bind, param_shapes, param_specs
     from jaxvllm.model_runner import ModelRunner
-    from jaxvllm.models.registry import get_model_class
     from jaxvllm.parallel import make_mesh
 
     model = get_model_class(task.model.architecture)(task.model, unroll_layers=task.unroll_layers)
@@ -149,29 +91,74 @@ def _make_runner(task: LoweringTask) -> Any:
     return ModelRunner(lambda traced: bind(model, traced), shapes, task.runner)
 
 
-def main() -> None:
-    """Entry of `python -m jaxvllm.lowering`: a task, then keys, on standard input; ends with it."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not mix with the answers
-    task: LoweringTask = pickle.load(sys.stdin.buffer)
-    runner = _make_runner(task)
-    while True:
-        try:
-            key, num_blocks = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            runner.set_num_blocks(num_blocks)
-            step, args = runner.step_and_args(key)
-            answer: Any = export_step(step, args, task.platform)
-        except Exception as error:
-            answer = f"{type(error).__name__}: {error}"
-        pickle.dump(answer, answers)
-        answers.flush()
+def main(descriptors: Sequence[int]) -> None:
+    """Entry of `python -m jaxvllm.lowering`: forks a process a socket when it is told the task on standard input.
+
+    No device client may be there before: its threads do not survive a fork.
+
+    Args:
+      descriptors: of the sockets on which keys come and exported steps go; a process ends when its socket does.
+    """
+    import_kernels()
+    importlib.import_module("jaxvllm.model_runner")  # late: it imports this module
+
+    sockets = [socket.socket(fileno=descriptor) for descriptor in reversed(descriptors)]
+    try:
+        task: LoweringTask = pickle.load(sys.stdin.buffer)
+    except EOFError:  # nothing has to be lowered
+        return
+    get_model_class(task.model.architecture)  # imports the model
+    gc.freeze()  # what is shared stays shared
+    while sockets:
+        mine = sockets.pop()
+        if not os.fork():
+            for other in sockets:  # a process that ends must not leave its socket open here
+                other.close()
+            _answer(task, mine)
+        mine.close()
+    for _ in descriptors:
+        _, status = os.wait()
+        if code := os.waitstatus_to_exitcode(status):
+            print(f"a lowering process ended with exit code {code}", file=sys.stderr, flush=True)
+
+
+def _answer(task: LoweringTask, questions: socket.socket) -> NoReturn:
+    """Lower what is asked for until nobody asks any more; then the process ends."""
+    code = 1
+    try:
+        runner = _make_runner(task)
+        with questions.makefile("rwb") as stream:
+            while question := _read(stream):
+                pickle.dump(_lower(runner, task, *question), stream)
+                stream.flush()
+        code = 0
+    except (BrokenPipeError, ConnectionResetError):  # the engine has ended
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # what Python does at its end is the business of the process that was forked
+
+
+def _read(stream: Any) -> tuple[Any, int] | None:
+    try:
+        return pickle.load(stream)
+    except EOFError:
+        return None
+
+
+def _lower(runner: Any, task: LoweringTask, key: Any, num_blocks: int) -> ExportedStep | str:
+    try:
+        runner.set_num_blocks(num_blocks)
+        step, args = runner.step_and_args(key)
+        return export_step(step, args, task.platform)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":
     # Under its real name: what is pickled here must be found there.
     from jaxvllm.lowering import main as main_of_module
 
-    main_of_module()
+    main_of_module([int(argument) for argument in sys.argv[1:]])

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.experimental.pallas
-import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout
 
-# Typed Any: the annotations of these modules reject how jax's own kernels call them.
-pl: Any = jax.experimental.pallas
-plgpu: Any = jax.experimental.pallas.mosaic_gpu
+from pallas_kernels import lazy
+
+pl: Any = lazy.pl
+plgpu: Any = lazy.plgpu
 
 Ref = Any  # a reference to global or shared memory, or to barriers
 
@@ -93,6 +91,8 @@ def tiled_layout(*tiles: tuple[int, ...], warp_dims: tuple[Any, ...], lane_dims:
 
     warp_dims and lane_dims count the dimensions of all tiles from the end, as in Mosaic's TiledLayout.
     """
+    from jax.experimental.mosaic.gpu.fragmented_array import TiledLayout  # slow: see lazy
+
     layout = TiledLayout(plgpu.Tiling(tiles), warp_dims, lane_dims, -1, _check_canonical=False).canonicalize()
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 

@@ -7,11 +7,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import rope_write
 from pallas_kernels.common import DTYPES
-from pallas_kernels.decode import paged_decode, write_and_decode
 from pallas_kernels.decode_sizes import takes_merged_qkv
 from pallas_kernels.layer_slice import LayerArray
 from pallas_kernels.matmul_sizes import FEW_ROWS
-from pallas_kernels.prefill import paged_prefill
 from pallas_kernels.reference_rope_write import HeadNorm, norm_and_rotate
 from pallas_kernels.tuning import AttentionConfig, attention_config
 from pallas_kernels.validation import Backend, Kind, is_interpreted
@@ -196,6 +194,10 @@ def attend(
     Returns:
       [T, N, H] of q's dtype.
     """
+    # Late, as in write_and_attend and mosaic_matmul.matmul_stages: see pallas_kernels.lazy.
+    from pallas_kernels.decode import paged_decode
+    from pallas_kernels.prefill import paged_prefill
+
     options = _kernel_options(kv_cache, **options)
     decode_work = work.decode_with(options["sliding_window"])
     rows = (block_tables, seq_lens, query_start_loc[-1])
@@ -284,6 +286,8 @@ def write_and_attend(
     Returns:
       [T, N, H], and kv_cache.
     """
+    from pallas_kernels.decode import write_and_decode
+
     options = _kernel_options(kv_cache, **options) | {"rope": rope, "norm": norm}
     decode_work = work.decode_with(options["sliding_window"])
     rows = (block_tables, seq_lens, query_start_loc[-1])

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import matmul_sizes, reference_matmul, row_kernels, skinny_matmul
+from pallas_kernels import matmul_sizes, reference_matmul, row_kernels
 from pallas_kernels.layer_slice import LayerArray
 from pallas_kernels.reference_matmul import Activation, MatmulStage
 from pallas_kernels.tuning import MAX_PREFERRED_INPUT, MAX_PREFERRED_WEIGHTS, MIN_PREFERRED_ROWS, matmul_config
@@ -72,6 +72,8 @@ def matmul_stages(
     The products of more than FEW_ROWS rows are XLA's, with kernels for the norms and gates around them where they have
     one.
     """
+    from pallas_kernels import skinny_matmul
+
     if len(x) > matmul_sizes.FEW_ROWS and _have_row_kernels(stages, len(x)):
         return _products_of_many_rows(x, stages, residual, backend)
     reason = matmul_sizes.unsupported_reason(x, stages)

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from jaxvllm.random_bits import random_words
 from jaxvllm.sampling.groups import GROUP_SIZE, token_weights
@@ -34,6 +32,7 @@ from jaxvllm.sampling.row_kernel import (
 from jaxvllm.sampling.row_search import RowSearch
 from jaxvllm.sampling.rows import SamplingRows
 from jaxvllm.sampling.thresholds import LIMB_BITS, combine_limbs, limbs, ordered_bits
+from pallas_kernels.lazy import pl, triton
 from scheduler.records import RecordField
 
 NUM_GROUPS = 128  # top_k below it needs no more

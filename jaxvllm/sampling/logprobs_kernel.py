@@ -6,11 +6,10 @@ Letters: R rows  V vocab  G groups
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from jaxvllm.sampling.groups import GROUP_SIZE, WEIGHT_SCALE
 from jaxvllm.sampling.row_kernel import CHUNK, GroupStats, Ref, call_kernel, load_groups, select_best
+from pallas_kernels.lazy import pl, triton
 from scheduler.logprob_columns import LOGPROBS_WIDTH, LogprobColumn
 from scheduler.records import MAX_STEP_LOGPROBS
 from scheduler.sampling_params import MAX_LOGPROB_TOKEN_IDS

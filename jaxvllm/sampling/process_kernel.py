@@ -14,12 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from jaxvllm.sampling.row_kernel import Ref, call_kernel
 from jaxvllm.sampling.rows import SamplingRows
 from jaxvllm.sampling.token_counts import IN_PROMPT, penalise
+from pallas_kernels.lazy import pl, triton
 from scheduler.records import RecordField
 from scheduler.sampling_params import MAX_LISTED_IDS, MAX_THINK_IDS
 from scheduler.token_lists import MAX_MASKED_IDS, ListField

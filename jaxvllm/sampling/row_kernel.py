@@ -16,12 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxvllm.sampling.groups import GROUP_SIZE, token_weights
 from jaxvllm.sampling.thresholds import ordered_bits
+from pallas_kernels.lazy import pl, triton
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
 CHUNK = 4096  # tokens of a row at a time: sums of 9 digits of each stay in registers

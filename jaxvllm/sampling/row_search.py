@@ -14,12 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from jaxvllm.sampling.groups import GROUP_SIZE
 from jaxvllm.sampling.row_kernel import CHUNK, Ref, ScaledRow, num_groups
 from jaxvllm.sampling.thresholds import LIMB_BITS, limbs, ordered_bits
+from pallas_kernels.lazy import pl, triton
 
 _SAMPLED_GROUPS = 128
 # Of what is summed: 5 standard deviations of the share that a sample of 8192 tokens of like weights finds.

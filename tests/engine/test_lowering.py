@@ -1,17 +1,25 @@
 """Steps lowered in another process are the steps of this one."""
 
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxvllm.config import lowering_environment
+from jaxvllm import executor_start
+from jaxvllm.config import CompileConfig, EngineConfig, lowering_environment
 from jaxvllm.kv_cache import KVCacheSpec
 from jaxvllm.layers.parameter import bind, param_shapes, param_specs
-from jaxvllm.lowering import LoweringProcesses, LoweringTask, export_step, import_step
+from jaxvllm.lowering import LoweringTask, export_step, import_step
+from jaxvllm.lowering_processes import LoweringProcesses
 from jaxvllm.model_runner import ModelRunner, RunnerConfig
 from jaxvllm.models.registry import get_model_class
 from jaxvllm.parallel import make_mesh
@@ -28,8 +36,8 @@ KEY = BucketKey("mixed", 32, 3)
 @pytest.fixture
 def processes():
     config = replace(make_runner(LIMITS, POLICY, 9).config, mesh=None)
-    task = LoweringTask(CONFIG, config, platform="cpu", unroll_layers=False)
-    processes = LoweringProcesses(task, lowering_environment(next(p for p in sys.path if p)), limit=1)
+    processes = LoweringProcesses(lowering_environment(next(p for p in sys.path if p)), limit=2)
+    processes.lower_for(LoweringTask(CONFIG, config, platform="cpu", unroll_layers=False))
     yield processes
     processes.close()
 
@@ -54,13 +62,64 @@ def test_steps_from_another_process_give_the_same_tokens_and_need_no_lowering_he
     assert len(asked) >= 2 and all(num_blocks == 9 for _, num_blocks in asked)
 
 
-def test_what_fails_in_the_process_is_raised_here_by_name_and_a_dead_process_by_its_exit_code(processes):
-    with pytest.raises(RuntimeError, match=r"mixed\(T=-1, R=-1\) could not be lowered: \w+Error"):
-        processes.export(replace(KEY, T=-1, R=-1), 9)
-    assert processes.export(KEY, 9).exported  # the error cost it nothing
-    processes._all[0].kill()
-    with pytest.raises(RuntimeError, match="exit code -9"):
+def test_what_fails_in_a_process_is_raised_here_by_name_and_its_death_is_heard_of(processes):
+    for _ in range(3):  # in both processes
+        with pytest.raises(RuntimeError, match=r"mixed\(T=-1, R=-1\) could not be lowered: \w+Error"):
+            processes.export(replace(KEY, T=-1, R=-1), 9)
+    assert processes.export(KEY, 9).exported  # the error cost them nothing
+    forks = children(processes.pid)
+    assert len(forks) == 2
+    assert len(os.listdir(f"/proc/{processes.pid}/task")) == 1  # threads would not have survived the fork
+    os.kill(forks[0], signal.SIGKILL)
+    failures = 0
+    for _ in range(4):
+        try:
+            assert processes.export(KEY, 9).exported
+        except RuntimeError as error:
+            assert "a lowering process ended" in str(error)
+            failures += 1
+    assert failures == 2  # the other one works on
+    processes.close()
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in forks):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError, match="a lowering process ended"):
         processes.export(KEY, 9)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_start_on_a_gpu_has_the_imports_of_lowering_begin_before_its_own_and_ends_them_if_it_fails(monkeypatch):
+    script = """
+import sys
+from jaxvllm import executor_start
+executor_start.LoweringProcesses = lambda environment, limit: print("jax" in sys.modules, limit >= 1)
+executor_start.start_lowering(executor_start.EngineConfig(device="gpu"))
+import jaxvllm.executor, jaxvllm.models.qwen3
+print("jax.experimental.pallas.mosaic_gpu" in sys.modules, "jax.experimental.pallas.triton" in sys.modules)
+"""
+    environment = lowering_environment(next(p for p in sys.path if p))
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    # Nor does what a start with stored programs imports hold the kernels' languages.
+    assert done.stdout.split() == ["False", "True", "False", "False"]
+    closed = []
+    processes = SimpleNamespace(close=lambda: closed.append(True))
+    monkeypatch.setattr(executor_start, "LoweringProcesses", lambda environment, limit: processes)
+    executor = executor_start.make_executor(EngineConfig(device="gpu", compile=CompileConfig(ahead=True)))
+    assert not closed
+    with pytest.raises(RuntimeError, match="device='gpu' was asked for"):
+        executor.initialize()
+    assert closed == [True]
 
 
 def test_an_exported_step_keeps_kernels_and_donation():

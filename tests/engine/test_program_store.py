@@ -3,8 +3,10 @@
 import dataclasses
 import logging
 import os
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -232,20 +234,35 @@ def test_two_starts_at_once_leave_whole_files(store):
     assert counts(start(store, 7)) == (0, 2)
 
 
-def test_a_program_out_of_jaxs_own_cache_is_not_written_again(tmp_path):
+def test_a_program_is_kept_in_the_store_or_in_jaxs_own_cache_and_never_in_both(tmp_path):
     # XLA leaves parts out when it serialises for a CPU what it has itself read: "Function ... not found".
     settings = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_min_entry_size_bytes": -1}
     before = {name: getattr(jax.config, name) for name in settings}
+    marker = uuid.uuid4().hex
+
+    def lower_for_this_test(key: Any) -> jax.stages.Lowered:
+        """Of a name that JAX's cache, which tests share, does not know."""
+
+        def program(x: jax.Array) -> jax.Array:
+            return x * 2 + key.T
+
+        program.__name__ = f"program_{marker}"
+        return jax.jit(program).lower(jax.ShapeDtypeStruct((key.T,), np.float32))
+
     jax.config.update("jax_enable_compilation_cache", True)
     for name, value in settings.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
     try:
-        stores = [ProgramStore(tmp_path / name) for name in "ab"]
-        start(stores[0])
+        stores = [ProgramStore(tmp_path / name) for name in "abc"]
+        for store in stores[:2]:  # the second finds nothing in JAX's cache
+            start(store, lower=lower_for_this_test)
+            jax.clear_caches()
+        assert [len(files(store)) for store in stores] == [2, 2, 0]
+        assert set(CompileCache(lower_for_this_test).compile_all(KEYS)) == set(KEYS)  # no store: it goes there
         jax.clear_caches()
-        start(stores[1])
-        assert len(files(stores[0])) == 2 and not files(stores[1])
+        start(stores[2], lower=lower_for_this_test)
+        assert not files(stores[2])
         assert counts(start(stores[0])) == (0, 2)
     finally:
         for name, value in before.items():
