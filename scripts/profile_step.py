@@ -34,6 +34,7 @@ from jaxvllm.layers.parameter import bind, param_specs
 from jaxvllm.model_runner import ModelRunner, RunnerConfig
 from jaxvllm.model_source import resolve
 from jaxvllm.models.registry import get_model_class
+from jaxvllm.step_handle import StepHandle
 from jaxvllm.weights.dummy import dummy_params
 from scheduler.batch import BatchLimits
 from scheduler.buckets import explicit
@@ -111,7 +112,7 @@ class Loop:
         assert plan is not None, "max_tokens covers all steps"
         is_threaded = self.form != "one thread"
         if is_threaded:
-            handle = self.dispatcher.submit(partial(self.runner.execute, plan))
+            handle = self.dispatcher.submit(partial(self.dispatch, plan, time.perf_counter()))
         else:
             handle = self.runner.execute(plan)
         t3 = time.perf_counter()
@@ -125,6 +126,11 @@ class Loop:
         if kind not in self.plans or plan.num_tokens >= self.plans[kind].num_tokens:
             self.plans[kind] = plan
         return kind
+
+    def dispatch(self, plan: StepPlan, handed_over_at: float) -> StepHandle:
+        """In the dispatching thread: run a plan."""
+        self.seconds["until dispatch begins"] += time.perf_counter() - handed_over_at
+        return self.runner.execute(plan)
 
     def take_oldest(self) -> None:
         """Wait for the oldest step and tell the scheduler."""
