@@ -92,8 +92,9 @@ def test_the_device_never_has_more_steps_than_it_has_workspaces_for_and_the_next
 
     steps = [dispatcher.submit(dispatch(number)) for number in range(5)]
     for number in range(5):
-        steps[min(number + 1, 4)]._is_pending.acquire()  # dispatched, although nobody has waited for a result
-        steps[min(number + 1, 4)]._is_pending.release()
+        newest = steps[min(number + 1, 4)]
+        assert newest._is_pending.acquire(timeout=10), "a step is dispatched although nobody waits for a result"
+        newest._is_pending.release()
         time.sleep(0.01)
         assert events == list(range(min(number + MAX_STEPS_ON_DEVICE, 5)))
         handles[number].is_done.set()
