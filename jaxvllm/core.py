@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 
 
 class StepHandle(Protocol):
-    """A step that the device has been given, or will be.
+    """A step that the device has been given, or will be."""
 
-    Attributes:
-      dispatch_s: seconds that giving it to the device took, known after wait(); 0.0 where the caller's thread did it.
-    """
-
-    dispatch_s: float
+    @property
+    def dispatch_s(self) -> float:
+        """Seconds that giving it to the device took, known after wait(); 0.0 where the caller's thread did it."""
+        ...
 
     def wait(self) -> ModelRunnerOutput:
         """The step's tokens; blocks until they are on the host. Raises what kept it, or one before it, from running."""

@@ -284,6 +284,7 @@ class _Tokens(NamedTuple):
     """A StepHandle whose tokens are there at once."""
 
     output: ModelRunnerOutput
+    dispatch_s: float = 0.0
 
     def wait(self) -> ModelRunnerOutput:
         return self.output
