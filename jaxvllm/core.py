@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from jaxvllm.structured_output.manager import GrammarManager, TokenGrammar
 
 
+# 3 lets a step be planned ahead on a GPU whose loop is late (see EngineCore._depth). Only a card can tell whether that
+# pays: `scripts/bench_throughput.py --steps-in-flight 3`, `scripts/profile_step.py`.
+MAX_STEPS_IN_FLIGHT = 2
+
+
 class StepHandle(Protocol):
     """A step that the device has been given, or will be."""
 
@@ -95,7 +100,8 @@ class EngineCore:
             CacheConfig(memory.block_size, num_blocks, memory.enable_prefix_caching),
             executor.bucket_policy,
         )
-        self._is_async, self._is_on_gpu = config.scheduler.async_scheduling, config.device == "gpu"
+        self._is_async = config.scheduler.async_scheduling
+        self._max_depth = MAX_STEPS_IN_FLIGHT if config.device == "gpu" else 2
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._num_results = 0  # steps whose result has been taken
         self._rejected: dict[str, FinishedRequest] = {}
@@ -183,7 +189,7 @@ class EngineCore:
         """
         if not self._is_async:
             return 1
-        return 3 if self._is_on_gpu and self._clock.is_late and not self._scheduler.has_grammars else 2
+        return self._max_depth if self._clock.is_late and not self._scheduler.has_grammars else 2
 
     def _update(self, scheduler_output: SchedulerOutput, result: ModelRunnerOutput) -> EngineCoreOutputs | None:
         outputs = self._scheduler.update_from_output(scheduler_output, result)

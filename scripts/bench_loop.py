@@ -21,6 +21,7 @@ from pathlib import Path
 
 import workloads
 
+import jaxvllm.core
 from jaxvllm import Engine, SamplingParams
 from jaxvllm.config import EngineConfig
 from jaxvllm.dispatcher import DispatchedStep, Dispatcher
@@ -45,6 +46,7 @@ class PretendedDevice:
         # Threads wake when they ask to, not up to 50 us later; those that come inherit it.
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
         times = json.loads((Path(config.model.model or "") / TIMES).read_text())
+        jaxvllm.core.MAX_STEPS_IN_FLIGHT = times["steps_in_flight"]  # the core is made behind its executor
         self._device_s, self._dispatch_s = times["device_ms"] / 1e3, times["dispatch_ms"] / 1e3
         limits, block_size = config.scheduler, config.memory.block_size
         self.bucket_policy = powers_of_two(limits.max_num_seqs, limits.max_num_batched_tokens)
@@ -140,7 +142,8 @@ def run(num_requests: int, device_ms: float, dispatch_ms: float, args: argparse.
     """The medians over some runs of one engine."""
     with tempfile.TemporaryDirectory() as folder:
         model = workloads.write_config("qwen3-0.6b", Path(folder))
-        (model / TIMES).write_text(json.dumps({"device_ms": device_ms, "dispatch_ms": dispatch_ms}))
+        times = {"device_ms": device_ms, "dispatch_ms": dispatch_ms, "steps_in_flight": args.steps_in_flight}
+        (model / TIMES).write_text(json.dumps(times))
         engine = Engine(
             model,
             executor="bench_loop:make_pretended",
@@ -172,6 +175,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 256])
     parser.add_argument("--device-ms", type=float, nargs="+", default=[0.88, 5.0])
     parser.add_argument("--dispatch-ms", type=float, nargs="+", default=[0.58, 0.7])
+    parser.add_argument("--steps-in-flight", type=int, choices=(2, 3), default=2, help="at most")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()

@@ -54,9 +54,11 @@ def make_core(mode: str = "async", num_blocks: int = 33, **limits) -> tuple[Engi
         async_scheduling=mode != "sync",
     )
     memory = MemoryConfig(num_blocks=num_blocks)
-    config = EngineConfig(scheduler=scheduler, memory=memory, device="gpu" if mode == "late" else "cpu")
+    config = EngineConfig(scheduler=scheduler, memory=memory)
     executor = RecordingExecutor(config, is_late=mode == "late")
-    return EngineCore(config, executor), executor
+    core = EngineCore(config, executor)
+    core._max_depth = 3
+    return core, executor
 
 
 def add(core: EngineCore, request_id: str, prompt: list[int], **params) -> None:
