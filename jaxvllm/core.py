@@ -1,4 +1,4 @@
-"""EngineCore: schedule, execute, update, with up to two steps in flight. `python -m jaxvllm.core` is its process."""
+"""EngineCore: schedule, execute, update, with two or three steps in flight. `python -m jaxvllm.core` is its process."""
 
 import contextlib
 import importlib
@@ -20,8 +20,18 @@ if TYPE_CHECKING:
     from jaxvllm.structured_output.manager import GrammarManager, TokenGrammar
 
 
+# 3 lets a step be planned ahead on a GPU whose loop is late (see EngineCore._depth). Only a card can tell whether that
+# pays: `scripts/bench_throughput.py --steps-in-flight 3`, `scripts/profile_step.py`.
+MAX_STEPS_IN_FLIGHT = 2
+
+
 class StepHandle(Protocol):
     """A step that the device has been given, or will be."""
+
+    @property
+    def dispatch_s(self) -> float:
+        """Seconds that giving it to the device took, known after wait(); 0.0 where the caller's thread did it."""
+        ...
 
     def wait(self) -> ModelRunnerOutput:
         """The step's tokens; blocks until they are on the host. Raises what kept it, or one before it, from running."""
@@ -90,7 +100,8 @@ class EngineCore:
             CacheConfig(memory.block_size, num_blocks, memory.enable_prefix_caching),
             executor.bucket_policy,
         )
-        self._depth = 2 if config.scheduler.async_scheduling else 1
+        self._is_async = config.scheduler.async_scheduling
+        self._max_depth = MAX_STEPS_IN_FLIGHT if config.device == "gpu" else 2
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._num_results = 0  # steps whose result has been taken
         self._rejected: dict[str, FinishedRequest] = {}
@@ -143,7 +154,10 @@ class EngineCore:
         return outputs
 
     def _step(self, read_inputs: Callable[[], None]) -> EngineCoreOutputs | None:
-        if len(self._in_flight) < self._depth and self._scheduler.has_requests():
+        if not self._in_flight:
+            self._clock.is_late = False  # that was measured on other steps
+        depth = self._depth()
+        if len(self._in_flight) < depth and self._scheduler.has_requests():
             if self._grammars is not None:
                 self._grammars.wait_for_masks()
             scheduler_output = self._scheduler.schedule()
@@ -151,7 +165,7 @@ class EngineCore:
             handle = self._executor.execute(scheduler_output)
             if handle is not None:
                 self._in_flight.append((scheduler_output, handle))
-                if len(self._in_flight) < self._depth:
+                if len(self._in_flight) < depth:
                     return self._with_rejected(None)
             elif not self._in_flight:
                 if self._grammars is not None:
@@ -165,6 +179,17 @@ class EngineCore:
         self._num_results += 1
         read_inputs()
         return self._update(scheduler_output, result)
+
+    def _depth(self) -> int:
+        """How many steps are in flight while the loop waits for the oldest one.
+
+        The dispatcher keeps a third one until the oldest is done, and dispatches it while the loop takes in that one's
+        result. It is there only where the device would wait for the loop otherwise, since new requests and the ends of
+        others come into effect a step later with it. A CPU never waits: dispatching is work for the same cores.
+        """
+        if not self._is_async:
+            return 1
+        return self._max_depth if self._clock.is_late and not self._scheduler.has_grammars else 2
 
     def _update(self, scheduler_output: SchedulerOutput, result: ModelRunnerOutput) -> EngineCoreOutputs | None:
         outputs = self._scheduler.update_from_output(scheduler_output, result)

@@ -11,6 +11,9 @@ _MS = 1e-3
 HOST_TIME_BOUNDS = [b * _MS for b in (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 50, 100, 1000)]
 WAIT_TIME_BOUNDS = [b * _MS for b in (0.1, 0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 100, 200, 500, 1000, 5000)]
 
+# In times of a dispatch. At 1 the device would idle now and then, as neither takes the same time every time.
+LATE_WAIT = 1.5
+
 
 class CoreClock:
     """Takes the times for one core; all are time.monotonic(), which processes of one machine share.
@@ -21,11 +24,14 @@ class CoreClock:
       host_time: seconds a step that the loop worked: reading requests, scheduling, planning, updating. Dispatching,
         which has a thread of its own, is not in it (Executor.metrics: dispatch_seconds_total).
       wait_time: seconds a step that it waited for the device, or for its step to be dispatched.
+      is_late: the wait for the last result was short beside what dispatching its step took. Then a step that is handed
+        over only when a result has been taken in finds the device without work, or nearly so.
     """
 
     def __init__(self) -> None:
         self.host_time = Distribution(HOST_TIME_BOUNDS)
         self.wait_time = Distribution(WAIT_TIME_BOUNDS)
+        self.is_late = False
         self._times: dict[str, tuple[float, float]] = {}  # queued, scheduled (0.0: not yet) before the first token
         self._host_s = self._wait_s = 0.0  # of the step that is not complete
 
@@ -43,7 +49,9 @@ class CoreClock:
         """The result of a StepHandle."""
         start = time.monotonic()
         result = handle.wait()
-        self._wait_s += time.monotonic() - start
+        waited_s = time.monotonic() - start
+        self._wait_s += waited_s
+        self.is_late = waited_s < LATE_WAIT * handle.dispatch_s
         return result
 
     def end_call(self, start: float, outputs: EngineCoreOutputs | None, is_step_complete: bool) -> None:

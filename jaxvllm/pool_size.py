@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass
 
 from jaxvllm.config import MemoryConfig
+from jaxvllm.dispatcher import MAX_STEPS_ON_DEVICE
 from jaxvllm.kv_cache import GIB, KVCacheSpec, num_blocks_that_fit
 from jaxvllm.model_config import ModelConfig
 from scheduler.batch import BatchLimits
@@ -73,7 +74,7 @@ class PoolSizer:
         if self.free_bytes is None:
             raise RuntimeError("the device does not say how much memory is free: set kv_cache_memory_bytes.")
         # With async scheduling the workspace of a second step can be taken while the first one runs.
-        taken = self.param_bytes + 2 * workspace_bytes + ALLOCATOR_SLACK_BYTES
+        taken = self.param_bytes + MAX_STEPS_ON_DEVICE * workspace_bytes + ALLOCATOR_SLACK_BYTES
         return num_blocks_that_fit(self.spec, self.limits, self.free_bytes, taken)
 
     def _guessed_workspace(self) -> int:

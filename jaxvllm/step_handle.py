@@ -40,6 +40,11 @@ class StepHandle:
             if array is not None:
                 array.copy_to_host_async()
 
+    def wait_until_done(self) -> None:
+        """Block until the device has run the step and what was dispatched behind it; errors as in wait()."""
+        for array in (self._token_ids, *self._positions, *self._dense):
+            array.block_until_ready()
+
     def wait(self) -> ModelRunnerOutput:
         """Block until the step is done and give the token of each request that sampled one, and its logprobs.
 

@@ -7,11 +7,11 @@ RUNNING = RequestStatus.RUNNING  # looked up for each token otherwise
 
 
 class AsyncScheduler(Scheduler):
-    """Schedules step N + 1 while step N runs: one step may be in flight during schedule().
+    """Schedules step N + 1 while step N runs: any number of steps may be in flight during schedule().
 
     A request that samples in a step gets a placeholder for that token, and the next step computes it from the device's
-    copy. EOS is therefore noticed one step late, and the extra token is dropped; the length limit is known beforehand
-    and costs nothing. A block whose last token is a placeholder is published once the token is known.
+    copy. EOS is therefore noticed as many steps late, and the extra tokens are dropped; the length limit is known
+    beforehand and costs nothing. A block whose last token is a placeholder is published once the token is known.
     """
 
     def _advance(self, scheduled: list[Request], num_scheduled_tokens: dict[str, int]) -> None:

@@ -103,6 +103,11 @@ class Scheduler:
         """Whether a step has anything to do: a request, or an end that the batch or the caller must hear of."""
         return bool(self.requests or self._finished_ids or self._unreported)
 
+    @property
+    def has_grammars(self) -> bool:
+        """Whether some request takes part in a step only when no token of its own is in flight."""
+        return bool(self._with_grammar)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False, and no change, while any request holds blocks."""
         return self.kv.reset_prefix_cache()

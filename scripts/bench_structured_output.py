@@ -132,6 +132,8 @@ class PretendedDevice:
 class PretendedStep:
     """Its tokens are known when the device would have made them."""
 
+    dispatch_s = 0.0  # the loop's own thread does it
+
     def __init__(self, ready_at: float, tokens: dict[str, int]) -> None:
         self._ready_at, self._tokens = ready_at, tokens
 

@@ -53,6 +53,8 @@ class Episode:
         )
         self.cache_config = CacheConfig(block_size, num_blocks, rng.random() < 0.85)
         self.checked = CheckedScheduler(self.config, self.cache_config)
+        if self.config.async_scheduling:
+            self.checked.max_in_flight = 2 + seed % 2
         self.num_slots = (num_blocks - 1) * block_size
         self.templates = [self._random_tokens(40) for _ in range(3)]
         self.counts: Counter[str] = Counter()

@@ -3,10 +3,11 @@
     python scripts/profile_step.py --model qwen3-0.6b --requests 1 256 --context 384 800
 
 Prefills the requests with random tokens, then times decode steps of the scheduler, planner, dispatcher and runner as
-the engine's core drives them (two steps in flight, dispatched by a thread); then the same with dispatching in the
-loop's own thread. Then the last decode plan, and the last prefill plan that was full, dispatched back to back, and a
-few traced steps of each for the kernels. Tracing turns CUDA graphs off, so kernel times add up to the device's work,
-not to the step. Each number of requests has its context.
+the engine's core drives them: "ahead" has three steps in flight, dispatched by a thread, of which the device has two
+at most (what the core does when results come late), "thread" two, "one thread" two that the loop's own thread
+dispatches. Then the last decode plan, and the last prefill plan that was full, dispatched back to back, and a few
+traced steps of each for the kernels. Tracing turns CUDA graphs off, so kernel times add up to the device's work, not to
+the step. Each number of requests has its context.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from jaxvllm.layers.parameter import bind, param_specs
 from jaxvllm.model_runner import ModelRunner, RunnerConfig
 from jaxvllm.model_source import resolve
 from jaxvllm.models.registry import get_model_class
+from jaxvllm.step_handle import StepHandle
 from jaxvllm.weights.dummy import dummy_params
 from scheduler.batch import BatchLimits
 from scheduler.buckets import explicit
@@ -45,15 +47,14 @@ from scheduler.scheduler import make_scheduler
 MIN_ROWS = 8
 BLOCK_SIZE = 16
 WARM_UP_STEPS = 5
-STEPS_IN_FLIGHT = 2
-FORMS = ("thread", "one thread")  # that dispatches; the first is what the engine does
+FORMS = {"ahead": 3, "thread": 2, "one thread": 2}  # what dispatches, and how many steps are in flight
 
 
 class Loop:
     """Scheduler, planner, dispatcher and runner; adds up the time of each part of the loop's thread.
 
     Attributes:
-      is_threaded: steps are dispatched by a thread.
+      form: one of FORMS.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Loop:
             prompt = rng.integers(10, config.vocab_size, context).tolist()
             self.scheduler.add_request(Request(f"r{i}", prompt, sampling))
         self.dispatcher = Dispatcher()
-        self.is_threaded = True
+        self.form = "thread"
         self.in_flight: deque = deque()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.plans: dict[str, StepPlan] = {}  # by kind, the last one of most tokens
@@ -109,21 +110,27 @@ class Loop:
         plan = self.planner.build(scheduled)
         t2 = time.perf_counter()
         assert plan is not None, "max_tokens covers all steps"
-        if self.is_threaded:
-            handle = self.dispatcher.submit(partial(self.runner.execute, plan))
+        is_threaded = self.form != "one thread"
+        if is_threaded:
+            handle = self.dispatcher.submit(partial(self.dispatch, plan, time.perf_counter()))
         else:
             handle = self.runner.execute(plan)
         t3 = time.perf_counter()
         self.in_flight.append((scheduled, handle))
         self.seconds["schedule"] += t1 - t0
         self.seconds["plan"] += t2 - t1
-        self.seconds["hand over" if self.is_threaded else "dispatch"] += t3 - t2
-        if len(self.in_flight) == STEPS_IN_FLIGHT:
+        self.seconds["hand over" if is_threaded else "dispatch"] += t3 - t2
+        if len(self.in_flight) == FORMS[self.form]:
             self.take_oldest()
         kind = plan.key.kind
         if kind not in self.plans or plan.num_tokens >= self.plans[kind].num_tokens:
             self.plans[kind] = plan
         return kind
+
+    def dispatch(self, plan: StepPlan, handed_over_at: float) -> StepHandle:
+        """In the dispatching thread: run a plan."""
+        self.seconds["until dispatch begins"] += time.perf_counter() - handed_over_at
+        return self.runner.execute(plan)
 
     def take_oldest(self) -> None:
         """Wait for the oldest step and tell the scheduler."""
@@ -139,7 +146,7 @@ class Loop:
         """Milliseconds a step in one of FORMS, and of each part of it."""
         while self.in_flight:
             self.take_oldest()
-        self.is_threaded = form == "thread"
+        self.form = form
         for _ in range(WARM_UP_STEPS):
             self.step()
         self.seconds.clear()
@@ -148,7 +155,7 @@ class Loop:
             self.step()
         wall_s, cpu_s = time.perf_counter() - start, time.thread_time() - cpu_s
         parts = {name: 1e3 * seconds / num_steps for name, seconds in self.seconds.items()}
-        if self.is_threaded:
+        if form != "one thread":
             parts["dispatching thread"] = 1e3 * (self.dispatcher.busy_s - busy_s) / num_steps
         return {"loop_ms": 1e3 * wall_s / num_steps, "loop_cpu_ms": 1e3 * cpu_s / num_steps, "host_ms": parts}
 

@@ -235,6 +235,8 @@ def _request(request_id: str, prompt: list[int], num_outputs: int) -> EngineCore
 
 
 class _TimedHandle:
+    dispatch_s = 0.0  # the loop's own thread does it
+
     def __init__(self, executor: "_PolicyExecutor", handle: object, key: BucketKey) -> None:
         self._executor, self._handle, self._key = executor, handle, key
         self._begin = time.perf_counter()
@@ -282,6 +284,7 @@ class _Tokens(NamedTuple):
     """A StepHandle whose tokens are there at once."""
 
     output: ModelRunnerOutput
+    dispatch_s: float = 0.0
 
     def wait(self) -> ModelRunnerOutput:
         return self.output

@@ -16,8 +16,14 @@ VOCAB_SIZE = 264
 class Done:
     """A step whose tokens are known at once, or an error that shows when they are waited for."""
 
+    dispatch_s = 0.0
+
     def __init__(self, tokens: dict[str, int], delay_s: float, error: Exception | None) -> None:
         self._tokens, self._delay_s, self._error = tokens, delay_s, error
+
+    def wait_until_done(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def wait(self) -> ModelRunnerOutput:
         time.sleep(self._delay_s)

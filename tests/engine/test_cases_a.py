@@ -15,12 +15,12 @@ SAMPLINGS = [
     {"temperature": 0.8, "seed": 11},
     {"temperature": 0.8, "seed": 11, "repetition_penalty": 1.3, "logprobs": 2},
 ]
-both_modes = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+all_depths = pytest.mark.parametrize("depth", [1, 2, 3], ids=["sync", "async", "ahead"])
 
 
-@both_modes
-def test_a01_a_prompt_beyond_the_pool_ends_at_once_and_blocks_nobody(async_scheduling: bool):
-    core = TinyCore(usable_blocks=4, async_scheduling=async_scheduling)
+@all_depths
+def test_a01_a_prompt_beyond_the_pool_ends_at_once_and_blocks_nobody(depth: int):
+    core = TinyCore(usable_blocks=4, depth=depth)
     core.add("big", ids(100), max_tokens=4)
     core.add("small", [7, 8, 9], max_tokens=4)
     core.add("fit", ids(60), max_tokens=4)
@@ -58,9 +58,9 @@ def test_a03_a_prompt_wholly_in_the_cache_gives_the_ids_of_an_engine_without_one
         assert core.ended[f"{length}-{turn}"] == (solo(ids(length), max_tokens=20), "length")
 
 
-@both_modes
-def test_a04_resumed_requests_with_prefix_hits_give_their_solo_ids(async_scheduling: bool):
-    core = TinyCore(usable_blocks=10, max_num_batched_tokens=32, async_scheduling=async_scheduling)
+@all_depths
+def test_a04_resumed_requests_with_prefix_hits_give_their_solo_ids(depth: int):
+    core = TinyCore(usable_blocks=10, max_num_batched_tokens=32, depth=depth)
     prompts = [ids(40) + ids(8, seed=index + 1) for index in range(6)]
     for index, prompt in enumerate(prompts):
         core.add(f"r{index}", prompt, max_tokens=60)
@@ -70,9 +70,9 @@ def test_a04_resumed_requests_with_prefix_hits_give_their_solo_ids(async_schedul
         assert ended[f"r{index}"] == (solo(prompt, max_tokens=60), "length")
 
 
-@both_modes
-def test_a06_aborts_at_awkward_times_cost_no_other_request(async_scheduling: bool):
-    core = TinyCore(usable_blocks=32, max_num_seqs=2, async_scheduling=async_scheduling)
+@all_depths
+def test_a06_aborts_at_awkward_times_cost_no_other_request(depth: int):
+    core = TinyCore(usable_blocks=32, max_num_seqs=2, depth=depth)
     for index in range(1, 7):
         core.add(f"r{index}", ids(20, seed=index), max_tokens=12)
     core.core.abort_requests(["r5"])
@@ -90,11 +90,11 @@ def test_a06_aborts_at_awkward_times_cost_no_other_request(async_scheduling: boo
         assert ended[f"r{index}"] == (solo(ids(20, seed=index), max_tokens=12), "length")
 
 
-@both_modes
+@all_depths
 @pytest.mark.parametrize("caching", [False, True], ids=["uncached", "cached"])
 @pytest.mark.parametrize("params", SAMPLINGS, ids=["greedy", "seeded", "penalised"])
-def test_a07_a_preempted_request_gives_its_solo_ids(params: dict, caching: bool, async_scheduling: bool):
-    core = TinyCore(usable_blocks=8, caching=caching, max_num_batched_tokens=32, async_scheduling=async_scheduling)
+def test_a07_a_preempted_request_gives_its_solo_ids(params: dict, caching: bool, depth: int):
+    core = TinyCore(usable_blocks=8, caching=caching, max_num_batched_tokens=32, depth=depth)
     prompts = {"p": ids(48), "q": ids(48, seed=1)}
     for name, prompt in prompts.items():
         core.add(name, prompt, max_tokens=40, **params)
@@ -134,7 +134,7 @@ def a16_requests() -> dict[str, tuple[list[int], dict]]:
 
 @pytest.fixture(scope="module")
 def a16_expected() -> dict[str, tuple[list[int], str]]:
-    core = TinyCore(usable_blocks=40, max_num_seqs=4, max_num_batched_tokens=16, async_scheduling=False)
+    core = TinyCore(usable_blocks=40, max_num_seqs=4, max_num_batched_tokens=16, depth=1)
     for name, (prompt, params) in a16_requests().items():
         core.add(name, prompt, **params)
     return core.run()

@@ -121,7 +121,7 @@ def written_blocks(core: TinyCore, num_plans: int) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("num_requests", range(1, 10))
 def test_f02_pads_touch_no_slot_and_the_last_request_of_a_batch_is_right(num_requests: int):
-    core = TinyCore(caching=False, async_scheduling=False, max_num_seqs=16)
+    core = TinyCore(caching=False, depth=1, max_num_seqs=16)
     # Takes the first blocks, so that the pool's last ones come into use.
     for i, length in enumerate((226, 226, 1) if num_requests == 9 else ()):
         core.add(f"filler {i}", ids(length), max_tokens=24)
@@ -242,9 +242,9 @@ def run_mix(mix: Mix, usable_blocks: int = NUM_BLOCKS - 1, **settings) -> TinyCo
 @pytest.mark.parametrize("mix", [agents, rollouts, long_and_short], ids=["W1", "W2", "W4"])
 def test_f08_caching_chunks_and_overlap_change_no_result(mix):
     requests = mix()
-    expected = run_mix(requests, caching=False, async_scheduling=False).ended
-    for caching, tokens, is_async in itertools.product((True, False), (64, 16), (True, False)):
-        settings = {"caching": caching, "max_num_batched_tokens": tokens, "async_scheduling": is_async}
+    expected = run_mix(requests, caching=False, depth=1).ended
+    for caching, tokens, depth in itertools.product((True, False), (64, 16), (2, 3)):
+        settings = {"caching": caching, "max_num_batched_tokens": tokens, "depth": depth}
         assert run_mix(requests, **settings).ended == expected, settings
     tight = run_mix(requests, usable_blocks=17)
     assert tight.ended == expected
@@ -266,7 +266,7 @@ def test_f08_agents_find_their_shared_prefix_in_the_cache():
 def test_f08_likelihoods_of_many_prompts_at_once_are_those_of_each_alone():
     # W3: an evaluation, max_tokens 1 and prompt_logprobs 0.
     prompts = [ids(5 + 9 * i, i) for i in range(24)]
-    together, apart = TinyCore(max_num_seqs=16), TinyCore(caching=False, async_scheduling=False)
+    together, apart = TinyCore(max_num_seqs=16), TinyCore(caching=False, depth=1)
     for i, prompt in enumerate(prompts):
         together.add(f"r{i}", prompt, max_tokens=1, prompt_logprobs=0, logprobs=0)
         apart.add(f"r{i}", prompt, max_tokens=1, prompt_logprobs=0, logprobs=0)

@@ -87,6 +87,15 @@ def test_killed_core_is_heard_of_within_a_second(model_folder):
                 call()
 
 
+def test_the_core_does_not_wait_for_a_front_end_that_reads_nothing(model_folder):
+    with make_engine(model_folder, "slow_5ms") as engine:
+        engine.llm_engine.add_request("a", [1], SamplingParams(max_tokens=20))
+        time.sleep(1.0)
+        woke_at = time.monotonic()
+        times = [engine.llm_engine._client.get_outputs().timestamp for _ in range(20)]
+        assert times == sorted(times) and times[-1] < woke_at
+
+
 @pytest.mark.parametrize("multiprocess", [True, False])
 def test_exception_in_the_core_reaches_the_caller_with_its_cause(model_folder, multiprocess):
     with make_engine(model_folder, "fails_at_step_3", multiprocess=multiprocess) as engine:

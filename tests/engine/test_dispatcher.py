@@ -12,7 +12,7 @@ from jaxvllm import Engine, EngineDeadError, SamplingParams
 from jaxvllm.config import EngineConfig, MemoryConfig
 from jaxvllm.core import EngineCore
 from jaxvllm.core_messages import EngineCoreRequest
-from jaxvllm.dispatcher import Dispatcher
+from jaxvllm.dispatcher import MAX_STEPS_ON_DEVICE, Dispatcher
 from scheduler.config import SchedulerConfig
 from scheduler.outputs import ModelRunnerOutput
 from tests.engine.dense import T_TINY, random_tensors, write_folder
@@ -64,6 +64,53 @@ def test_an_error_is_raised_by_the_step_that_had_it_and_no_later_one_is_dispatch
     assert events == ["dispatched 0", "dispatched 1"]
     with pytest.raises(RuntimeError, match="no such program"):
         dispatcher.submit(step(5, events)).wait()
+    dispatcher.shutdown()
+
+
+class OnDevice(Done):
+    """A step that the device is done with when it is told so."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__({}, 0.0, error)
+        self.is_done = threading.Event()
+
+    def wait_until_done(self) -> None:
+        assert self.is_done.wait(10)
+        super().wait_until_done()
+
+
+def test_the_device_never_has_more_steps_than_it_has_workspaces_for_and_the_next_one_as_soon_as_one_is_done():
+    dispatcher, events = Dispatcher(), []
+    handles = [OnDevice() for _ in range(5)]
+
+    def dispatch(number: int) -> Any:
+        def run() -> OnDevice:
+            events.append(number)
+            return handles[number]
+
+        return run
+
+    steps = [dispatcher.submit(dispatch(number)) for number in range(5)]
+    for number in range(5):
+        newest = steps[min(number + 1, 4)]
+        assert newest._is_pending.acquire(timeout=10), "a step is dispatched although nobody waits for a result"
+        newest._is_pending.release()
+        time.sleep(0.01)
+        assert events == list(range(min(number + MAX_STEPS_ON_DEVICE, 5)))
+        handles[number].is_done.set()
+    dispatcher.shutdown()
+
+
+def test_a_step_is_not_dispatched_behind_one_that_failed_on_the_device():
+    dispatcher, events = Dispatcher(), []
+    bad = OnDevice(RuntimeError("the device is on fire"))
+    steps = [dispatcher.submit(dispatch) for dispatch in (lambda: bad, step(1, events), step(2, events))]
+    bad.is_done.set()
+    with pytest.raises(RuntimeError, match="on fire"):
+        steps[2].wait()
+    with pytest.raises(RuntimeError, match="on fire"):
+        steps[0].wait()
+    assert steps[1].wait() == ModelRunnerOutput({"a": 1}) and events == ["dispatched 1"]
     dispatcher.shutdown()
 
 

@@ -90,17 +90,21 @@ def make_executor(config: EngineConfig) -> TinyExecutor:
 
 
 class TinyCore:
-    """An EngineCore on T-tiny that notes what its caller is told."""
+    """An EngineCore on T-tiny that notes what its caller is told.
 
-    def __init__(self, usable_blocks: int = NUM_BLOCKS - 1, caching: bool = True, **limits) -> None:
+    depth: how many steps are in flight; 1: no async scheduling.
+    """
+
+    def __init__(self, usable_blocks: int = NUM_BLOCKS - 1, caching: bool = True, depth: int = 2, **limits) -> None:
         limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256} | limits
         limits["max_model_len"] = min(limits["max_model_len"], usable_blocks * 16)
         config = EngineConfig(
-            scheduler=SchedulerConfig(**limits),
+            scheduler=SchedulerConfig(**limits, async_scheduling=depth > 1),
             memory=MemoryConfig(num_blocks=usable_blocks + 1, enable_prefix_caching=caching),
         )
         self.executor = TinyExecutor(config)
         self.core = EngineCore(config, self.executor)
+        self.core._depth = lambda: depth
         self.tokens: dict[str, list[int]] = {}
         self.ended: Ended = {}
         self.num_cached_tokens: dict[str, int] = {}
@@ -160,6 +164,6 @@ def solo(prompt: list[int], **params) -> list[int]:
 
 @functools.cache
 def _solo(prompt: tuple[int, ...], params: tuple[tuple[str, object], ...]) -> list[int]:
-    core = TinyCore(caching=False, async_scheduling=False)
+    core = TinyCore(caching=False, depth=1)
     core.add("solo", list(prompt), **dict(params))
     return core.run()["solo"][0]
