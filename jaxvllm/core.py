@@ -153,7 +153,6 @@ class EngineCore:
             handle = self._executor.execute(scheduler_output)
             if handle is not None:
                 self._in_flight.append((scheduler_output, handle))
-                self._open_masks()
                 if len(self._in_flight) < self._depth:
                     return self._with_rejected(None)
             elif not self._in_flight:
@@ -176,15 +175,11 @@ class EngineCore:
             self._grammar_manager().end_step(
                 _grammars_of(scheduler_output), [sampled[request_id] for request_id in scheduler_output.grammars]
             )
-        self._open_masks()
-        return self._with_rejected(self._scheduler.update_from_output(scheduler_output, result))
-
-    def _open_masks(self) -> None:
-        """Let the oldest step in flight have its masks: grammars know the tokens of those before it."""
         if self._in_flight:
             masks = self._in_flight[0][0].masks
             if masks is not None:
-                masks.open()
+                masks.open()  # its grammars know the tokens of all steps before it
+        return self._with_rejected(self._scheduler.update_from_output(scheduler_output, result))
 
     def _grammar_manager(self) -> "GrammarManager":
         """Made for the first request that needs it: most engines never see one."""

@@ -84,9 +84,12 @@ class GrammarManager:
 
     def begin_step(self, grammars: list[TokenGrammar]) -> GrammarStepMasks:
         """The masks of a step that is about to run, of grammars that are ready."""
+        masks = GrammarStepMasks(grammars, self._executor, self._loaded().num_words)
+        if not any(grammar.num_in_flight for grammar in grammars):
+            masks.open()
         for grammar in grammars:
             grammar.num_in_flight += 1
-        return GrammarStepMasks(grammars, self._executor, self._loaded().num_words)
+        return masks
 
     def end_step(self, grammars: list[TokenGrammar], token_ids: list[int]) -> None:
         """Take in the tokens of a step, and start to compute those next masks that no step is to wait for."""

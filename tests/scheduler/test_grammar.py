@@ -108,6 +108,23 @@ def test_a_request_with_a_token_in_flight_is_in_the_next_step_unless_its_grammar
     assert grammars["g"].num_accepted == 5
 
 
+def test_few_grammars_among_many_requests_leave_out_the_step_behind_each_of_theirs():
+    """Else the others' tokens would wait for the host in every step, which short steps are too short for."""
+    scheduler = make_checked(40, async_scheduling=True).scheduler
+    add(scheduler, "g", Grammar(automatic=True))
+    for index in range(4):
+        add(scheduler, f"r{index}", max_tokens=30 if index else 4)
+    steps, has_grammar = [], []
+    for _ in range(9):
+        steps.append(scheduler.schedule())
+        has_grammar.append("g" in steps[-1].num_scheduled_tokens)
+        assert {f"r{index}" for index in range(1, 4)} < steps[-1].num_scheduled_tokens.keys()
+        if len(steps) == 2:
+            give(scheduler, steps.pop(0))
+    # When r0 has ended they are a fourth.
+    assert has_grammar == [True, False, True, False, True, True, True, True, True]
+
+
 def test_a_grammar_that_is_not_ready_in_time_leaves_the_request_out_of_the_step():
     scheduler = make_checked(40).scheduler
     grammar = Grammar()
