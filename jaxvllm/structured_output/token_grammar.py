@@ -6,8 +6,8 @@ from threading import Lock
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
-# A mask takes 0.01 to 0.1 ms, and a step's masks must not hold up its sampling: one that took longer than this (CPU time)
-# is the last that a step waited for. From then on its request waits for it, as long as they are slow.
+# A mask takes 0.01 to 0.1 ms, and a step's masks must not hold up its sampling: one that took longer than this (CPU
+# time) is the last that a step waited for. From then on its request waits for it, as long as they are slow.
 SLOW_MASK_S = 0.002
 # Of masks computed together only the wall time is known, which may be that of other processes.
 SLOW_MASKS_S, QUICK_MASK_S = 0.004, 0.00005  # for all of them, and for each
