@@ -22,13 +22,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SamplingProgram:
-    """A program behind a step of R rows, where the most likely tokens are not all that is wanted: see jaxvllm.step."""
+    """A program behind a step of R rows, where the most likely tokens are not all that is wanted: see jaxvllm.step.
+
+    num_masks: that a call of `mask` applies.
+    """
 
     kind: Literal["process", "mask", "sample"]
     R: int
+    num_masks: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}(R={self.R})"
+        return f"{self.kind}(R={self.R}{f', masks={self.num_masks}' if self.num_masks else ''})"
 
 
 ProgramKey = (

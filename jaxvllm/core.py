@@ -60,6 +60,7 @@ class Executor(Protocol):
         """Start a step without waiting for it, nor for the one before it.
 
         Called for every SchedulerOutput, in order. One without tokens only says which requests ended: then None.
+        Its masks are known later, and this call must not wait for them: a thread does, behind the step's model.
         What goes wrong may show in the step's wait() only: the results of the steps before it are taken first then.
         """
         ...
@@ -158,9 +159,10 @@ class EngineCore:
             self._clock.is_late = False  # that was measured on other steps
         depth = self._depth()
         if len(self._in_flight) < depth and self._scheduler.has_requests():
-            if self._grammars is not None:
-                self._grammars.wait_for_masks()
             scheduler_output = self._scheduler.schedule()
+            if scheduler_output.grammars:
+                masks = self._grammar_manager().begin_step(_grammars_of(scheduler_output))
+                scheduler_output.masks = masks
             self._clock.note_scheduled(scheduler_output.scheduled_new_requests)
             handle = self._executor.execute(scheduler_output)
             if handle is not None:
@@ -192,10 +194,17 @@ class EngineCore:
         return self._max_depth if self._clock.is_late and not self._scheduler.has_grammars else 2
 
     def _update(self, scheduler_output: SchedulerOutput, result: ModelRunnerOutput) -> EngineCoreOutputs | None:
-        outputs = self._scheduler.update_from_output(scheduler_output, result)
-        if self._grammars is not None:
-            self._grammars.start_masks()
-        return self._with_rejected(outputs)
+        # First of all: the device may have run the next step's model, and waits for its masks.
+        if scheduler_output.grammars:
+            sampled = result.sampled_token_ids
+            self._grammar_manager().end_step(
+                _grammars_of(scheduler_output), [sampled[request_id] for request_id in scheduler_output.grammars]
+            )
+        if self._in_flight:
+            masks = self._in_flight[0][0].masks
+            if masks is not None:
+                masks.open()  # its grammars know the tokens of all steps before it
+        return self._with_rejected(self._scheduler.update_from_output(scheduler_output, result))
 
     def _grammar_manager(self) -> "GrammarManager":
         """Made for the first request that needs it: most engines never see one."""
@@ -221,6 +230,9 @@ class EngineCore:
     def shutdown(self) -> None:
         """Wait for what is in flight and free the device."""
         # A device thread that lets go of a step's buffers after Python's end takes the whole process down with abort().
+        for scheduler_output, _ in self._in_flight:
+            if scheduler_output.masks is not None:
+                scheduler_output.masks.open()  # or it would never be dispatched
         while self._in_flight:
             _, handle = self._in_flight.popleft()
             with contextlib.suppress(Exception):  # nobody wants the result
@@ -236,6 +248,10 @@ class EngineCore:
             outputs.finished.update(self._rejected)
             self._rejected = {}
         return outputs
+
+
+def _grammars_of(scheduler_output: SchedulerOutput) -> "list[TokenGrammar]":
+    return list(scheduler_output.grammars.values())  # pyright: ignore[reportReturnType]  made by add_request
 
 
 def _make_grammar_manager(model: ModelLoadConfig) -> "GrammarManager":

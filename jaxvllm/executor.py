@@ -151,7 +151,10 @@ class DeviceExecutor:
         return self._dispatcher.submit(partial(self.runner.execute, plan))
 
     def metrics(self) -> dict[str, float]:
-        """Programs compiled ahead and while serving; time of dispatching; steps, tokens and pads by bucket."""
+        """Programs compiled ahead and while serving; steps, tokens and pads by bucket; time of dispatching.
+
+        In a step with grammars the dispatching thread waits for its masks, and the time counts.
+        """
         assert self._runner is not None and self._dispatcher is not None, "initialize comes first"
         programs = self._runner.programs
         return {

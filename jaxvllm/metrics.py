@@ -54,7 +54,7 @@ HELP = {
     "vllm:iteration_tokens_total": "Tokens that a step brought to an end: prompts with their first token, and outputs.",
     "jaxvllm:num_recomputed_tokens": "Tokens computed again after a pre-emption.",
     "jaxvllm:step_host_time_seconds": "Work of the core's loop a step: scheduling, planning, updating.",
-    "jaxvllm:dispatch_seconds": "Time that the thread beside the loop spent on dispatching steps.",
+    "jaxvllm:dispatch_seconds": "Time that the thread beside the loop dispatched steps, or waited for grammar masks.",
     "jaxvllm:step_wait_time_seconds": "How long the host waited for the device in a step; near 0: the host is slower.",
     "jaxvllm:steps": "Steps run, by bucket.",
     "jaxvllm:step_tokens": "Real tokens in steps, by bucket.",

@@ -40,7 +40,8 @@ from pallas_kernels import FEW_ROWS, Backend
 from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketKey, BucketPolicy
 from scheduler.logprob_plan import POSITION_FIELDS, LogprobPlan
-from scheduler.plan import ADMITS_PER_STEP, MASKS_PER_WRITE, PlanLayout, StepPlan, admit_width
+from scheduler.mask_plan import mask_buffer_size, masks_per_call
+from scheduler.plan import ADMITS_PER_STEP, PlanLayout, StepPlan, admit_width
 from scheduler.side_buffers import HISTORY_HEADER, HISTORY_PIECE, HISTORY_PIECES_PER_CALL, LISTS_PER_CALL
 from scheduler.token_lists import list_width
 
@@ -179,7 +180,7 @@ class ModelRunner:
         for num_rows in sorted({bucket.R for bucket in buckets}):
             keys += [SamplingProgram("process", num_rows), SamplingProgram("sample", num_rows)]
             if self.config.limits.vocab_size:
-                keys.append(SamplingProgram("mask", num_rows))
+                keys += [SamplingProgram("mask", num_rows, size) for size in masks_per_call(num_rows)]
         if self.config.limits.max_num_seqs > ADMITS_PER_STEP:
             keys.append("admit")
         keys.append("admit_lists")
@@ -231,8 +232,9 @@ class ModelRunner:
         state, logits, get, num_rows = self.device_state, output.logits, self.programs.get, plan.key.R
         assert state is not None
         rows = (output.rows, state.records, state.token_lists, state.token_ids)
-        for writes in plan.mask_writes:  # in place: logprobs, too, are of what a grammar leaves, as in vLLM
-            logits = get(SamplingProgram("mask", num_rows))(logits, writes)
+        # In place: logprobs, too, are of what a grammar leaves, as in vLLM. The model runs while masks are computed.
+        for num_masks, buffer in plan.masks.buffers() if plan.masks else ():
+            logits = get(SamplingProgram("mask", num_rows, num_masks))(logits, buffer)
         processed = get(SamplingProgram("process", num_rows))(logits, *rows) if plan.has_processing else logits
         token_ids, logprobs, token_store = get(SamplingProgram("sample", num_rows))(logits, processed, *rows)
         self.device_state = replace(state, token_ids=token_store)
@@ -298,7 +300,8 @@ class ModelRunner:
             if key.kind == "process":
                 return make_process(config.processors, config.backend), (logits, *rows)
             if key.kind == "mask":
-                return make_mask(), (logits, self._host_array(MASKS_PER_WRITE, 1 + config.limits.mask_words))
+                size = mask_buffer_size(key.num_masks, config.limits.mask_words)
+                return make_mask(key.num_masks), (logits, self._host_array(size))
             return make_sample(config.backend), (logits, logits, *rows)
         layout = PlanLayout.make(key, config.limits)
         pool = config.kv_cache

@@ -127,14 +127,14 @@ def make_process(processors: tuple[LogitsProcessor, ...], backend: Backend) -> C
     return process
 
 
-def make_mask() -> Callable[[jax.Array, jax.Array], jax.Array]:
+def make_mask(num_masks: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The program that leaves rows the tokens of their grammars; its first argument is to be donated.
 
-    Returns: mask(logits f32[R, V], writes i32[A, 1 + mask_words]) -> f32[R, V]; see sampling.mask_grammar.
+    Returns: mask(logits f32[R, V], buffer i32[mask_buffer_size]) -> f32[R, V]; see sampling.mask_grammar.
     """
 
-    def mask(logits: jax.Array, writes: jax.Array) -> jax.Array:
-        return mask_grammar(logits, writes[:, 0], writes[:, 1:])
+    def mask(logits: jax.Array, buffer: jax.Array) -> jax.Array:
+        return mask_grammar(logits, buffer[:num_masks], buffer[num_masks:].reshape(num_masks, -1))
 
     return mask
 

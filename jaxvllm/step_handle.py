@@ -34,6 +34,7 @@ class StepHandle:
         self._request_ids = plan.request_ids
         self._needs_sample = plan.needs_sample
         self._plan = plan.logprobs
+        self._masks = plan.masks
         self._logprobs = logprobs if plan.logprobs and plan.logprobs.sampled else None
         self._positions, self._dense = positions, dense
         for array in (self._token_ids, self._logprobs, *positions, *dense):
@@ -69,8 +70,11 @@ class StepHandle:
         dense = _rows_of_chunks(self._dense)
         for part in plan.ranges:
             if part.is_sample:
-                target = output.sampled_token_ids[part.request_id]
-                output.logprobs[part.request_id] = read_dense(next(dense), target, part.num_logprobs).pack()
+                target, mask = output.sampled_token_ids[part.request_id], None
+                if self._masks is not None:
+                    mask = self._masks.mask_of(self._request_ids.index(part.request_id))
+                found = read_dense(next(dense), target, part.num_logprobs, mask)
+                output.logprobs[part.request_id] = found.pack()
                 continue
             positions: list[TokenLogprobs] = [
                 read_dense(next(dense), target, part.num_logprobs)

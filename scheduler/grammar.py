@@ -1,4 +1,4 @@
-"""What the scheduler asks of a request's grammar; the grammars themselves are made elsewhere, in their own threads."""
+"""What the scheduler and a step ask of requests' grammars; the grammars themselves are made elsewhere."""
 
 from typing import Protocol
 
@@ -9,8 +9,11 @@ class RequestGrammar(Protocol):
     """The form that one request's text must have, and how far the text has come in it."""
 
     @property
-    def mask(self) -> np.ndarray | None:
-        """i32[words]: bit b of word w is set if token 32 * w + b may come next. None: not known yet."""
+    def is_ready(self) -> bool:
+        """Whether the next step may hold the request.
+
+        A token in flight need not keep it out: a step's masks are asked for behind its model, when that token is known.
+        """
         ...
 
     @property
@@ -18,10 +21,30 @@ class RequestGrammar(Protocol):
         """Why the request cannot go on, once that is known."""
         ...
 
-    def accept(self, token_id: int) -> str | None:
-        """Take in one sampled token; the mask is unknown afterwards. Returns why the form refuses it, or None."""
+    @property
+    def refusal(self) -> str | None:
+        """Why the form refuses the token sampled last, which it has been told of before the scheduler is; or None."""
         ...
 
     def close(self) -> None:
         """The request has ended: nothing needs to be known any more."""
+        ...
+
+
+class StepMasks(Protocol):
+    """The masks of one step's grammars, which are known when the tokens before the step are."""
+
+    def open(self) -> None:
+        """Say that the tokens of all steps before this one have been taken in; more than once is fine."""
+        ...
+
+    def fill(self, start: int, masks: np.ndarray) -> list[bool]:
+        """Write the masks of some of the grammars. Blocks until open() was called, which another thread does.
+
+        Args:
+          start: number of the first one in the step.
+          masks: i32[n, words], C-contiguous; written: bit b of word w is set if token 32 * w + b may come next.
+
+        Returns: for each of them, whether it counts; the mask of a request that has ended is arbitrary.
+        """
         ...

@@ -65,8 +65,19 @@ def read_step(packed: np.ndarray, rows: Iterable[tuple[int, int, list[int] | Non
             yield row, piece
 
 
-def read_dense(logprobs: np.ndarray, target: int, num_logprobs: int) -> TokenLogprobs:
-    """The same from the logprobs of a whole vocabulary, f32[V]; num_logprobs -1: all."""
+def read_dense(logprobs: np.ndarray, target: int, num_logprobs: int, mask: np.ndarray | None = None) -> TokenLogprobs:
+    """The same from the logprobs of a whole vocabulary.
+
+    Args:
+      logprobs: f32[V].
+      target: the token that is there.
+      num_logprobs: beside the target; -1: all.
+      mask: i32[words] of a grammar, whose tokens are all that may have been there.
+    """
+    if mask is not None:
+        is_allowed = np.unpackbits(mask.view(np.uint8), bitorder="little", count=len(logprobs)).astype(bool)
+        probability = np.exp(logprobs[is_allowed], dtype=np.float64).sum()
+        logprobs = np.where(is_allowed, logprobs - np.log(probability), -np.inf).astype(np.float32)
     count = len(logprobs) if num_logprobs < 0 else min(num_logprobs, len(logprobs))
     order = np.argsort(-logprobs, kind="stable")[:count]
     rank = int(np.count_nonzero(logprobs >= logprobs[target]))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    import numpy as np  # slow to import, and a front end reads EngineCoreOutputs alone
+    from scheduler.grammar import RequestGrammar, StepMasks  # NumPy: slow to import, and no front end needs it
 
 
 @dataclass(slots=True)
@@ -63,8 +63,8 @@ class SchedulerOutput:
       num_scheduled_tokens: request id -> tokens; order = running requests in list order, then admitted ones.
       finished_request_ids: ended since the last step: their rows are free.
       preempted_request_ids: pre-empted in this step: their rows are free.
-      grammar_masks: for requests with a grammar that sample in this step: the tokens that may come, as i32[words] with
-        bit b of word w for token 32 * w + b; tokens beyond the words may not come.
+      grammars: of the requests with a grammar that sample in this step.
+      masks: the tokens that these may sample, in their order; set by whoever has the step run.
     """
 
     scheduled_new_requests: list[NewRequestData] = field(default_factory=list)
@@ -74,7 +74,8 @@ class SchedulerOutput:
     num_common_prefix_blocks: int = 0
     finished_request_ids: set[str] = field(default_factory=set)
     preempted_request_ids: set[str] = field(default_factory=set)
-    grammar_masks: "dict[str, np.ndarray]" = field(default_factory=dict)
+    grammars: "dict[str, RequestGrammar]" = field(default_factory=dict)
+    masks: "StepMasks | None" = None
 
 
 @dataclass(slots=True)

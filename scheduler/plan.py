@@ -15,12 +15,12 @@ import numpy as np
 from scheduler.batch import Batch, BatchChanges, BatchLimits
 from scheduler.buckets import BucketKey, BucketPolicy
 from scheduler.logprob_plan import LogprobPlan, plan_logprobs
+from scheduler.mask_plan import MaskPlan
 from scheduler.outputs import SchedulerOutput
 from scheduler.records import RECORD_WIDTH
 from scheduler.side_buffers import side_buffers
 
 ADMITS_PER_STEP = 16
-MASKS_PER_WRITE = 8
 HEADER = ("num_tokens", "num_reqs", "num_decodes", "num_admits", "num_appends")
 # XLA hands a kernel a slice of the buffer without copying it, and GPU kernels want 256 bytes of alignment.
 FIELD_ALIGNMENT = 64
@@ -96,7 +96,7 @@ class StepPlan:
       key: its bucket.
       buffer: i32[PlanLayout.size], owned by the plan (a transfer may still read it while later plans are built).
       overflow: i32[ADMITS_PER_STEP, admit_width] buffers, to be applied before the step.
-      mask_writes: i32[MASKS_PER_WRITE, 1 + mask_words] buffers, place in the step and grammar mask.
+      masks: of the grammars of its requests; None: there are none.
       token_lists: i32[LISTS_PER_CALL, 1 + list_width] buffers (row, token lists), to be applied before the step.
       history: i32[HISTORY_PIECES_PER_CALL, HISTORY_HEADER, HISTORY_PIECE tokens] buffers, likewise.
       logprobs: what the step gives beside tokens; None: nothing.
@@ -114,7 +114,7 @@ class StepPlan:
     needs_sample: np.ndarray
     num_reqs: int
     num_tokens: int
-    mask_writes: list[np.ndarray]
+    masks: MaskPlan | None = None
     token_lists: list[np.ndarray] = field(default_factory=list)
     history: list[np.ndarray] = field(default_factory=list)
     logprobs: LogprobPlan | None = None
@@ -189,7 +189,7 @@ class Planner:
         buffer, fields, needs_sample = self._fill(key, step, num_tokens)
         overflow = _fill_changes(fields, changes, self.batch)
         fields["header"][:] = (num_tokens, num_reqs, step.num_decodes, len(changes.admitted), len(changes.appends))
-        mask_writes = _mask_writes(scheduler_output.grammar_masks, step.request_ids, self.batch.limits)
+        masks = _plan_masks(scheduler_output, step.request_ids, key.R, self.batch.limits.mask_words)
         is_plain, has_processing = _sampling(self.batch, step, needs_sample)
         return StepPlan(
             key,
@@ -199,7 +199,7 @@ class Planner:
             needs_sample,
             num_reqs,
             num_tokens,
-            mask_writes,
+            masks,
             *(side_buffers(changes, self.batch) if changes.admitted else ([], [])),
             logprobs,
             is_plain,
@@ -364,17 +364,12 @@ def _fill_changes(fields: dict[str, np.ndarray], changes: BatchChanges, batch: B
     return chunks[1:]
 
 
-def _mask_writes(masks: dict[str, np.ndarray], request_ids: list[str], limits: BatchLimits) -> list[np.ndarray]:
-    """See StepPlan. A mask may be shorter than the vocabulary, whose rest is not allowed then, or longer."""
-    if not masks:
-        return []
-    writes: list[np.ndarray] = []
+def _plan_masks(
+    scheduler_output: SchedulerOutput, request_ids: list[str], num_rows: int, mask_words: int
+) -> MaskPlan | None:
+    """See StepPlan."""
+    if scheduler_output.masks is None:
+        return None
     places = {request_id: place for place, request_id in enumerate(request_ids)}
-    for i, (request_id, mask) in enumerate(masks.items()):
-        if i % MASKS_PER_WRITE == 0:
-            writes.append(np.zeros((MASKS_PER_WRITE, 1 + limits.mask_words), np.int32))
-            writes[-1][:, 0] = limits.max_num_seqs  # beyond every place
-        write = writes[-1][i % MASKS_PER_WRITE]
-        write[0] = places[request_id]
-        write[1 : 1 + len(mask)] = mask[: limits.mask_words]
-    return writes
+    of_masks = [places[request_id] for request_id in scheduler_output.grammars]
+    return MaskPlan(of_masks, scheduler_output.masks, num_rows, mask_words)

@@ -54,7 +54,8 @@ class Request:
       num_cached_tokens: prompt tokens found in the prefix cache at the first admission; -1 before.
       num_lost_tokens: tokens that were computed before the last pre-emption.
       stop_tokens: ids that end the request: EOS unless ignored, and stop_token_ids.
-      grammar: what its text must be, or None; its next token is sampled only once the last one is known here.
+      grammar: what its text must be, or None; its next token is sampled only once the last one is known here, though
+        its model may run before.
       checks_every_token: any token may end it, not only a stop token or the last one.
       block_ids: blocks that hold its tokens, in order; empty while it waits.
       block_hashes: digests of its full blocks, as far as they were asked for.

@@ -5,13 +5,15 @@
 
 256 requests; of them 0, 1, 16 or all follow a JSON schema. The vocabulary has the size of Qwen3's and is made up:
 byte-level BPE with random merges of letters. --host times EngineCore itself (grammars, masks, scheduler, planner, two
-steps in flight) with a device that takes --step-ms a step and draws any allowed token. Without --host the real engine
-serves qwen3-0.6b with dummy weights, and every structured text is checked to be the beginning of what SCHEMA allows.
+steps in flight) with a device whose steps take what --step-times say, and that "samples" texts drawn beforehand.
+Without --host the real engine serves qwen3-0.6b with dummy weights, and every structured text is checked to be the
+beginning of what SCHEMA allows.
 """
 
 import argparse
 import json
 import random
+import sys
 import time
 from array import array
 from collections.abc import Callable
@@ -20,22 +22,31 @@ from typing import Any
 
 import numpy as np
 import workloads
+from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxvllm import Engine, RequestOutput, SamplingParams, StructuredOutputsParams
 from jaxvllm.config import EngineArgs, EngineConfig, MemoryConfig, ModelLoadConfig
 from jaxvllm.core import EngineCore, make_executor
 from jaxvllm.core_messages import EngineCoreRequest
+from jaxvllm.core_process import SWITCH_INTERVAL_S
+from jaxvllm.dispatcher import DispatchedStep, Dispatcher
 from jaxvllm.metrics import Counter, Gauge
+from jaxvllm.structured_output.grammar import to_llguidance
+from jaxvllm.structured_output.manager import make_grammar_tokenizer
+from jaxvllm.tokenizer import Tokenizer as ModelTokenizer
 from scheduler.batch import BatchLimits
 from scheduler.buckets import powers_of_two
 from scheduler.config import SchedulerConfig
 from scheduler.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
-from scheduler.plan import Planner
+from scheduler.plan import Planner, StepPlan
+from scheduler.scheduler import PIPELINED_GRAMMARS
 
 NUM_REQUESTS = 256
 NUM_STRUCTURED = (0, 1, 16, 256)
-MASKS_DISPATCH = 0.1  # of 8 masks, in times of a step's
+RESULTS = Path(__file__).parent / "results" / "h200"
+# What the pretended device's programs behind a step take: guesses by what calls of 8 masks took on an H200.
+MASKS_DISPATCH_S, MASKS_BYTES_PER_S, SAMPLE_DISPATCH_S, SAMPLE_S = 0.15e-3, 8e9, 0.1e-3, 0.1e-3
 VOCAB_SIZE = 151936
 EOS = 151645
 SCHEMA = {
@@ -89,44 +100,75 @@ def sampling(index: int, num_structured: int, max_tokens: int, temperature: floa
     )
 
 
-class PretendedDevice:
-    """An Executor whose steps take step_s each, one after the other; plans are built, as the real one does."""
+def draw_texts(folder: Path, num_tokens: int) -> list[list[int]]:
+    """The beginning of a random text that follows SCHEMA, for each request."""
+    tokenizer = make_grammar_tokenizer(ModelTokenizer.from_folder(folder), [EOS], VOCAB_SIZE)
+    params = sampling(0, NUM_REQUESTS, 1).structured_outputs
+    assert params is not None
+    start = LLMatcher(tokenizer.llguidance, to_llguidance(params, tokenizer.special_texts), log_level=0)
+    rng, texts = random.Random(0), []
+    for _ in range(NUM_REQUESTS):
+        matcher, text = start.deep_copy(), []
+        for _ in range(num_tokens):
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+            word = int(rng.choice(np.flatnonzero(mask)))
+            text.append(word * 32 + rng.choice([b for b in range(32) if int(mask[word]) >> b & 1]))
+            assert matcher.consume_token(text[-1])
+        texts.append(text)
+    return texts
 
-    def __init__(self, config: EngineConfig, step_s: float, dispatch_s: float) -> None:
+
+def read_step_times(path: Path) -> tuple[list[int], list[float]]:
+    """Rows and seconds of decode steps, at the smallest context of each number of rows that was measured."""
+    seconds: dict[int, float] = {}
+    for sample in json.loads(path.read_text())["samples"]:
+        if sample["kind"] == "decode":
+            seconds.setdefault(sample["R"], sample["ms"] / 1e3)
+    return sorted(seconds), [seconds[rows] for rows in sorted(seconds)]
+
+
+class PretendedDevice:
+    """An Executor whose steps take step_times, one after the other; plans and masks are made, as the real one does."""
+
+    def __init__(self, config: EngineConfig, args: argparse.Namespace, texts: list[list[int]]) -> None:
         limits = config.scheduler.max_num_seqs, config.scheduler.max_model_len, config.memory.block_size
         self.bucket_policy = powers_of_two(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
         self._planner = Planner(BatchLimits(*limits, VOCAB_SIZE), self.bucket_policy, seed=0)
-        self._step_s, self._dispatch_s, self._is_free_at = step_s, dispatch_s, 0.0
-        self._rng = np.random.default_rng(0)
-        self._num_computed: dict[str, int] = {}
+        self._step_times, self._dispatch_s = read_step_times(args.step_times), args.dispatch_ms / 1e3
+        self._dispatcher, self._is_free_at = Dispatcher(), 0.0
+        self._texts, self._num_sampled = texts, [0] * NUM_REQUESTS
 
     def initialize(self, meanwhile: Callable[[], None]) -> int:
         return NUM_REQUESTS * 64
 
-    def execute(self, scheduler_output: SchedulerOutput) -> "PretendedStep | None":
+    def execute(self, scheduler_output: SchedulerOutput) -> DispatchedStep | None:
+        for new in scheduler_output.scheduled_new_requests:
+            self._num_sampled[int(new.request_id)] = 0
         plan = self._planner.build(scheduler_output)
-        if plan is None:
-            return None
-        time.sleep(self._dispatch_s * (1 + MASKS_DISPATCH * len(plan.mask_writes)))
-        self._is_free_at = max(self._is_free_at, time.perf_counter()) + self._step_s
-        needs = dict(zip(plan.request_ids, plan.needs_sample, strict=True))
-        masks = scheduler_output.grammar_masks
-        tokens = {i: self._draw(masks.get(i)) for i in scheduler_output.num_scheduled_tokens if needs[i]}
-        return PretendedStep(self._is_free_at, tokens)
+        return None if plan is None else self._dispatcher.submit(lambda: self._dispatch(plan))  # pyright: ignore
 
-    def _draw(self, mask: np.ndarray | None) -> int:
-        if mask is None:
-            return 1000
-        words = np.flatnonzero(mask)
-        word = int(self._rng.choice(words))
-        bits = [b for b in range(32) if int(mask[word]) >> b & 1]
-        return word * 32 + int(self._rng.choice(bits))
+    def _dispatch(self, plan: StepPlan) -> "PretendedStep":
+        time.sleep(self._dispatch_s)
+        step_s = float(np.interp(plan.key.R, *self._step_times))
+        self._is_free_at = max(self._is_free_at, time.perf_counter()) + step_s
+        if plan.masks is not None:
+            for _, buffer in plan.masks.buffers():
+                time.sleep(MASKS_DISPATCH_S + buffer.nbytes / MASKS_BYTES_PER_S)
+            time.sleep(SAMPLE_DISPATCH_S)
+            self._is_free_at = max(self._is_free_at, time.perf_counter()) + SAMPLE_S
+        tokens = {}
+        for request_id, needs_sample in zip(plan.request_ids, plan.needs_sample.tolist(), strict=True):
+            if needs_sample:
+                index = int(request_id)
+                tokens[request_id] = self._texts[index][self._num_sampled[index]]
+                self._num_sampled[index] += 1
+        return PretendedStep(self._is_free_at, tokens)
 
     def metrics(self) -> dict[str, float]:
         return {}
 
     def shutdown(self) -> None:
-        pass
+        self._dispatcher.shutdown()
 
 
 class PretendedStep:
@@ -147,8 +189,8 @@ class Phases:
 
     def __init__(self, core: EngineCore) -> None:
         self.reset()
-        self._time(core._grammar_manager(), "wait_for_masks")
-        self._time(core._grammar_manager(), "start_masks")
+        self._time(core._grammar_manager(), "begin_step")
+        self._time(core._grammar_manager(), "end_step")
         self._time(core._scheduler, "schedule")
         self._time(core._scheduler, "update_from_output")
         self._time(core._executor, "execute")
@@ -186,7 +228,7 @@ class Phases:
             start = time.perf_counter()
             result = function(*args)
             self._ms[name] = self._ms.get(name, 0.0) + (time.perf_counter() - start) * 1e3
-            self._has_grammar |= name == "schedule" and bool(result.grammar_masks)
+            self._has_grammar |= name == "schedule" and bool(result.grammars)
             return result
 
         setattr(owner, name, timed)
@@ -212,14 +254,14 @@ class Phases:
         executor.runner.programs.get = watched
 
 
-def pretended_core(folder: Path, args: argparse.Namespace) -> EngineCore:
+def pretended_core(folder: Path, args: argparse.Namespace, texts: list[list[int]]) -> EngineCore:
     """An engine core without a device."""
     config = EngineConfig(
         model=ModelLoadConfig(model=str(folder)),
         scheduler=SchedulerConfig(max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=16384, max_model_len=1024),
         memory=MemoryConfig(num_blocks=NUM_REQUESTS * 64),
     )
-    return EngineCore(config, PretendedDevice(config, args.step_ms / 1e3, args.dispatch_ms / 1e3))
+    return EngineCore(config, PretendedDevice(config, args, texts))
 
 
 def real_core(engine_args: EngineArgs) -> EngineCore:
@@ -231,30 +273,38 @@ def real_core(engine_args: EngineArgs) -> EngineCore:
 
 def run_core(core: EngineCore, phases: Phases, num_structured: int, num_tokens: int) -> dict[str, Any]:
     """Milliseconds a step of the loop, of its own CPU time, and by phase."""
+    params = [sampling(index, num_structured, num_tokens, temperature=0.0) for index in range(NUM_REQUESTS)]
     for index in range(NUM_REQUESTS):
-        params = sampling(index, num_structured, num_tokens, temperature=0.0)
-        core.add_request(EngineCoreRequest(str(index), array("i", [1 + index] * 40), params, eos_token_id=EOS))
+        core.add_request(EngineCoreRequest(str(index), array("i", [1 + index] * 40), params[index], eos_token_id=EOS))
     counts = dict.fromkeys(map(str, range(NUM_REQUESTS)), 0)
     while min(counts.values()) < 8:  # compiled, and everybody decodes
         outputs = core.step()
         for request_id in outputs.request_ids if outputs else ():
             counts[request_id] += 1
     phases.reset()
-    wall, cpu, num_steps, num_given = time.perf_counter(), time.thread_time(), 0, 0
-    structured = [str(i) for i in range(NUM_REQUESTS) if sampling(i, num_structured, 1).structured_outputs]
+    structured = {str(i) for i, given in enumerate(params) if given.structured_outputs}
+    times = time.perf_counter(), time.thread_time(), time.process_time()
+    num_steps, num_given, num_structured_given = 0, 0, 0
     while num_steps < num_tokens // 2:
         outputs = phases.step(core)
         num_steps += outputs is not None
-        num_given += sum(i in structured for i in outputs.request_ids) if outputs else 0
-    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+        if outputs:
+            num_given += len(outputs.request_ids)
+            num_structured_given += sum(i in structured for i in outputs.request_ids)
+    now = time.perf_counter(), time.thread_time(), time.process_time()
+    wall_ms, loop_cpu_ms, cpu_ms = ((end - start) * 1e3 for end, start in zip(now, times, strict=True))
     core.abort_requests(list(counts))
     while core.has_work():
         core.step()
+    num_others = NUM_REQUESTS - num_structured
     return {
         "num_structured": num_structured,
-        "step_ms": wall / num_steps * 1e3,
-        "loop_cpu_ms": cpu / num_steps * 1e3,
-        "structured_tokens_per_step": num_given / num_steps / max(num_structured, 1),
+        "ms_per_token": wall_ms / (num_given / NUM_REQUESTS),
+        "ms_per_token_of_others": num_others and wall_ms / ((num_given - num_structured_given) / num_others),
+        "ms_per_structured_token": num_structured and wall_ms / (num_structured_given / num_structured),
+        "step_ms": wall_ms / num_steps,
+        "loop_cpu_ms": loop_cpu_ms / num_steps,
+        "cpu_us_per_token": cpu_ms / num_given * 1e3,
         "phases_ms": phases.table(),
     }
 
@@ -262,15 +312,16 @@ def run_core(core: EngineCore, phases: Phases, num_structured: int, num_tokens: 
 def run_engine(
     engine: Engine, num_structured: int, num_tokens: int, repeats: int, temperature: float
 ) -> dict[str, float]:
-    """Milliseconds a token of the requests without a grammar (of all, where each has one), in the fastest of some runs.
+    """Milliseconds a token of the requests without a grammar (of all, where each has one), in the fastest run.
 
-    A structured request takes part in every other step, so it gets half as many tokens, and all end together.
+    Few structured requests take part in every other step, so they get half as many tokens, and all end together.
     """
     prompts = [{"prompt_token_ids": [1 + index] * 100} for index in range(NUM_REQUESTS)]
     params = [sampling(index, num_structured, num_tokens, temperature) for index in range(NUM_REQUESTS)]
     others = [i for i, given in enumerate(params) if given.structured_outputs is None]
-    for i in set(range(NUM_REQUESTS)) - set(others):
-        params[i].max_tokens = num_tokens // 2
+    if len(others) > (1 - PIPELINED_GRAMMARS) * NUM_REQUESTS:
+        for i in set(range(NUM_REQUESTS)) - set(others):
+            params[i].max_tokens = num_tokens // 2
     times = []
     for _ in range(repeats + 1):
         outputs = engine.generate(prompts, params, use_tqdm=False)
@@ -293,8 +344,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", action="store_true", help="pretend a device")
     parser.add_argument("--phases", action="store_true", help="the real device, in this process: phases of the loop")
-    parser.add_argument("--step-ms", type=float, default=6.0, help="what a step of the pretended device takes")
-    parser.add_argument("--dispatch-ms", type=float, default=0.0, help="what dispatching such a step takes the host")
+    default = RESULTS / "step_times_qwen3-0.6b.json"
+    parser.add_argument("--step-times", type=Path, default=default, help="what steps of the pretended device take")
+    parser.add_argument("--dispatch-ms", type=float, default=1.0, help="what dispatching such a step takes the host")
     parser.add_argument("--num-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path)
@@ -307,7 +359,10 @@ def main() -> None:
         str(folder), load_format="dummy", dtype="bfloat16", max_model_len=16384, gpu_memory_utilization=0.85
     )  # the limits of bench_throughput.py: a machine on which that has run has the programs
     if args.host or args.phases:
-        core = pretended_core(folder, args) if args.host else real_core(engine_args)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        core = (
+            pretended_core(folder, args, draw_texts(folder, args.num_tokens)) if args.host else real_core(engine_args)
+        )
         phases = Phases(core)
         for n in NUM_STRUCTURED:
             results.append(run_core(core, phases, n, args.num_tokens))
@@ -323,10 +378,9 @@ def main() -> None:
         metrics = {m.name: m.value for m in engine.get_metrics() if isinstance(m, Counter | Gauge)}
         assert metrics["jaxvllm:late_compiles"] == 0, "something compiled while serving"
         engine.shutdown()
-    key = "step_ms" if args.host or args.phases else "ms_per_token"
     for index, row in enumerate(results):
         without = results[index - NUM_STRUCTURED.index(int(row["num_structured"]))]
-        row["slowdown"] = row[key] / without[key] - 1
+        row["slowdown"] = row["ms_per_token"] / without["ms_per_token"] - 1
         print(json.dumps({name: round(value, 4) for name, value in row.items() if isinstance(value, float | int)}))
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")

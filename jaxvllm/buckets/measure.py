@@ -78,7 +78,7 @@ def full_step(key: BucketKey, limits: BatchLimits, tables: np.ndarray, context: 
     fields["rows"][:n] = rows
     fields["needs_sample"][:n] = 1
     request_ids = [f"r{row}" for row in rows]
-    return StepPlan(key, buffer, [], request_ids, np.ones(n, bool), n, num_real, mask_writes=[])
+    return StepPlan(key, buffer, [], request_ids, np.ones(n, bool), n, num_real)
 
 
 def _num_tokens(key: BucketKey, limits: BatchLimits) -> np.ndarray:

@@ -12,6 +12,8 @@ from scheduler.records import MAX_STEP_LOGPROBS
 
 _NUM_GROUPS = 32  # at least MAX_STEP_LOGPROBS: then the first of equals are found among the best groups too
 
+MASKED = float(jnp.finfo(jnp.float32).min)  # while the most likely tokens are taken, one after the other
+
 
 def position_logprobs(
     logits: jax.Array, targets: jax.Array, num_logprobs: jax.Array, listed_ids: jax.Array, num_listed: jax.Array
@@ -56,9 +58,10 @@ def _most_likely(values: jax.Array, ids: jax.Array, count: jax.Array) -> tuple[j
         return rest, out_ids.at[:, i].set(token_id), out_values.at[:, i].set(value)
 
     shape = (values.shape[0], MAX_STEP_LOGPROBS)
-    start = values, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    # Masked tokens are larger than taken ones, or the first token would come again and again in their place.
+    start = jnp.maximum(values, MASKED), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
     _, out_ids, out_values = lax.fori_loop(0, count, take_next, start)
-    return out_ids, out_values
+    return out_ids, jnp.where(out_values == MASKED, -jnp.inf, out_values)
 
 
 def _bits(values: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxvllm.sampling.groups import GROUP_SIZE, WEIGHT_SCALE
+from jaxvllm.sampling.logprobs import MASKED
 from jaxvllm.sampling.row_kernel import CHUNK, GroupStats, Ref, call_kernel, load_groups, select_best
 from pallas_kernels.lazy import pl, triton
 from scheduler.logprob_columns import LOGPROBS_WIDTH, LogprobColumn
@@ -70,10 +71,12 @@ def position_logprobs(
                     value = jnp.max(rest)
                     token_id = jnp.min(jnp.where(rest == value, ids, jnp.iinfo(jnp.int32).max))
                     out[row, LogprobColumn.IDS + 1 + i] = token_id
-                    out[row, LogprobColumn.VALUES + 1 + i] = _bits(value - normaliser)
+                    out[row, LogprobColumn.VALUES + 1 + i] = _bits(
+                        jnp.where(value == MASKED, -jnp.inf, value - normaliser)
+                    )
                     return jnp.where(ids == token_id, -jnp.inf, rest)
 
-                lax.fori_loop(0, count, take_next, values)
+                lax.fori_loop(0, count, take_next, jnp.maximum(values, MASKED))
 
             @pl.when(num_listed[row] > 0)
             def _() -> None:

@@ -52,8 +52,9 @@ def mask_grammar(logits: jax.Array, places: jax.Array, masks: jax.Array) -> jax.
       places: i32[A] in the step; R and more: a pad.
       masks: i32[A, words] bit b of word w: token 32 * w + b may come next; words beyond V do not count.
     """
-    tokens = jnp.arange(logits.shape[1], dtype=jnp.uint32)
-    is_allowed = (masks[:, tokens >> 5] >> (tokens & 31).astype(jnp.int32)) & 1 == 1
+    # Not by looking up each token's word: XLA makes that a gather of columns, and transposes it.
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1 == 1
+    is_allowed = bits.reshape(len(places), -1)[:, : logits.shape[1]]
     kept = jnp.where(is_allowed, logits.at[places].get(mode="clip"), -jnp.inf)
     return logits.at[places].set(kept, mode="drop")
 

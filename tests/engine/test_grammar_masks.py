@@ -9,7 +9,7 @@ from jaxvllm.compile_cache import SamplingProgram
 from jaxvllm.sampling import mask_grammar
 from scheduler.batch import BatchLimits
 from scheduler.buckets import explicit
-from scheduler.plan import MASKS_PER_WRITE
+from scheduler.mask_plan import SMALL_CALL, MaskPlan, masks_per_call
 from scheduler.sampling_params import SamplingParams
 from tests.engine.sampling_rows import make_rows, process_and_sample
 from tests.engine.toy import VOCAB, Loop, make_runner
@@ -63,6 +63,20 @@ def test_masked_rows_draw_what_is_allowed_and_the_others_what_they_draw_alone(te
         assert allowed[counts, got[counts]].all()
 
 
+class Masks:
+    """What a step's grammars say, known at once; those in `over` have ended."""
+
+    def __init__(self, masks: list[np.ndarray], over: frozenset[int] = frozenset()) -> None:
+        self.masks, self.over = masks, over
+
+    def open(self) -> None:
+        pass
+
+    def fill(self, start: int, masks: np.ndarray) -> list[bool]:
+        masks[:] = self.masks[start : start + len(masks)]
+        return [start + i not in self.over for i in range(len(masks))]
+
+
 class MaskedLoop(Loop):
     """Requests named g... may draw, at each step, the tokens that `allowed` says."""
 
@@ -72,24 +86,22 @@ class MaskedLoop(Loop):
         self.allowed: dict[str, list[np.ndarray]] = {}
 
     def schedule(self):
-        output = super().schedule()
+        output, masks = super().schedule(), {}
         for request_id in output.num_scheduled_tokens:
             if request_id.startswith("g"):
                 allowed = self.rng.random(VOCAB) < 0.2
                 allowed[self.rng.integers(VOCAB)] = True
                 self.allowed.setdefault(request_id, []).append(allowed)
-                words = pack(allowed)
-                # A tokenizer may know fewer tokens than the model, or more.
-                is_short = len(self.allowed[request_id]) == 2
-                output.grammar_masks[request_id] = words[:1] if is_short else np.append(words, np.int32(-1))
-                if is_short:
-                    allowed[32:] = False
+                masks[request_id] = pack(allowed)
+        if masks:
+            output.grammars = dict.fromkeys(masks)
+            output.masks = Masks(list(masks.values()))
         return output
 
 
 def test_masks_reach_their_rows_in_programs_compiled_ahead_and_a_reused_row_is_free_of_them():
     runner = make_runner(LIMITS, POLICY, 300)
-    assert SamplingProgram("mask", 19) in runner.program_keys()
+    assert {SamplingProgram("mask", 19, size) for size in masks_per_call(19)} <= set(runner.program_keys())
     prompts = {f"r{i}": np.random.default_rng(i).integers(1, VOCAB, 3 + i % 5).tolist() for i in range(19)}
     free = Loop(LIMITS, POLICY, runner)
     for request_id, prompt in prompts.items():
@@ -103,7 +115,7 @@ def test_masks_reach_their_rows_in_programs_compiled_ahead_and_a_reused_row_is_f
     for i in range(11, 19):
         loop.add(f"r{i}", prompts[f"r{i}"], 6)
     got = loop.run()
-    assert MASKS_PER_WRITE < 11, "some steps need two writes"
+    assert SMALL_CALL < 11, "some steps need two calls"
     for i in range(11):
         assert all(allowed[token] for allowed, token in zip(loop.allowed[f"g{i}"], got[f"g{i}"], strict=True))
         assert got[f"g{i}"] != expected[f"r{i}"]
@@ -111,3 +123,34 @@ def test_masks_reach_their_rows_in_programs_compiled_ahead_and_a_reused_row_is_f
         loop.add(f"r{i}", prompts[f"r{i}"], 6)  # into the rows of those that ended
     assert {name: tokens for name, tokens in loop.run().items() if name.startswith("r")} == expected
     assert set(runner.programs.programs()) <= set(runner.program_keys())
+
+
+@pytest.mark.parametrize(
+    ("num_masks", "num_rows", "calls"),
+    [
+        (1, 8, [8]),
+        (8, 8, [8]),
+        (9, 48, [8, 8]),
+        (17, 19, [19]),
+        (48, 48, [48]),
+        (81, 96, [64, 64]),
+        (80, 96, [64, 8, 8]),
+    ],
+)
+def test_few_masks_take_small_calls_and_many_large_ones(num_masks: int, num_rows: int, calls: list[int]):
+    """Each mask in its row once, pads nowhere, and no mask of a request that has ended."""
+    rng = np.random.default_rng(num_masks)
+    given = list(rng.integers(-(2**31), 2**31, (num_masks, 3)).astype(np.int32))
+    rows = rng.permutation(num_rows)[:num_masks].tolist()
+    plan = MaskPlan(rows, Masks(given, frozenset({0})), num_rows, mask_words=3)
+    found, sizes = {}, []
+    for size, buffer in plan.buffers():
+        sizes.append(size)
+        for place, mask in zip(buffer[:size], buffer[size:].reshape(size, 3), strict=True):
+            assert place not in found
+            if place < num_rows:
+                found[int(place)] = mask.tolist()
+    assert sizes == calls and set(sizes) <= set(masks_per_call(num_rows))
+    assert found == {row: mask.tolist() for row, mask in zip(rows[1:], given[1:], strict=True)}
+    assert plan.mask_of(rows[0]) is None
+    assert all(plan.mask_of(row).tolist() == found[row] for row in rows[1:])  # pyright: ignore[reportOptionalMemberAccess]

@@ -33,7 +33,7 @@ def ids(count: int, seed: int = 0) -> list[int]:
 
 @pytest.fixture(scope="module")
 def engine(model_folder: Path) -> Engine:
-    return Engine(model_folder, **TINY, max_model_len=256)
+    return Engine(model_folder, **TINY, max_model_len=256, max_logprobs=-1)
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +70,24 @@ def test_200_texts_of_random_schemas_are_valid_or_the_beginning_of_a_valid_text(
     assert min(ends["stop"], ends["length"]) > 30, ends
 
 
-def test_logprobs_are_of_the_logits_that_a_grammar_leaves(engine):
-    """As in vLLM, which masks before its sampler begins: what is not allowed has no share of the probability."""
+@pytest.mark.parametrize("num_logprobs", [20, 30, -1])
+def test_logprobs_are_of_the_logits_that_a_grammar_leaves(engine, num_logprobs):
+    """As in vLLM, which masks before its sampler begins: what is not allowed has no share of the probability.
+
+    More than 20 logprobs do not come from the step.
+    """
+    prompt, free = ids(4), SamplingParams(temperature=1.0, seed=0, max_tokens=1, logprobs=-1)
     asked = params(max_tokens=1, choice=["a", "b"])
-    asked.logprobs = 20
-    [output] = generate(engine, [asked])
-    probabilities = [math.exp(entry.logprob) for entry in output.logprobs[0].values()]
-    assert abs(sum(probabilities) - 1) < 1e-5 and sum(p > 0 for p in probabilities) < 20
+    asked.logprobs = num_logprobs
+    outputs = engine.generate([prompt, prompt, ids(9)], [asked, free, free], use_tqdm=False)
+    given, raw = (output.outputs[0].logprobs[0] for output in outputs[:2])
+    total = math.exp(raw[97].logprob) + math.exp(raw[98].logprob)
+    for token_id, entry in given.items():
+        expected = raw[token_id].logprob - math.log(total) if token_id in (97, 98) else -math.inf
+        assert entry.logprob == pytest.approx(expected, abs=1e-4)
+    assert len(given) == (num_logprobs if num_logprobs > 0 else 264)
+    assert sorted(entry.rank for token_id, entry in given.items() if token_id in (97, 98)) == [1, 2]
+    assert outputs[0].outputs[0].cumulative_logprob == given[outputs[0].outputs[0].token_ids[0]].logprob
 
 
 def accepts_ebnf(text: str) -> bool:

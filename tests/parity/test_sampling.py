@@ -178,6 +178,7 @@ def test_logprobs_ranks_and_order_are_pytorch_s_log_softmax(vocab, backend):
     logits = rng.normal(0, 4, (7, vocab)).astype(np.float32)
     logits[3] = np.round(logits[3])  # ties: the lowest id first
     targets = rng.integers(0, vocab, 7)
+    logits[2], logits[2, [0, 5]], targets[2] = -np.inf, [1.0, 2.0], 0  # as a grammar leaves them: no token comes twice
     wanted = np.array([1, 3, 21, 21, 6, 2, 1])
     args = (jnp.asarray(logits), jnp.asarray(targets), jnp.asarray(wanted))
     packed = np.asarray(position_logprobs(*args, backend=backend))

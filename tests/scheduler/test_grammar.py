@@ -1,8 +1,7 @@
-"""Requests with a grammar wait for it, are left out while a token of theirs is in flight, and hold up nobody."""
+"""Requests with a grammar wait for it, and hold up nobody meanwhile."""
 
 import random
 
-import numpy as np
 import pytest
 
 from scheduler.outputs import ModelRunnerOutput, SchedulerOutput
@@ -12,26 +11,23 @@ from tests.scheduler.requests_for_tests import make_checked, make_request, run
 
 
 class Grammar:
-    """A grammar whose mask is there when the test says so; with `automatic` it always is. Refuses token `refused`."""
+    """A grammar that is ready when the test says so; with `automatic` it always is. Refuses token `refused`."""
 
     def __init__(self, automatic: bool = False, refused: int = -1) -> None:
         self._automatic, self._refused = automatic, refused
-        self.mask: np.ndarray | None = np.zeros(1, np.int32) if automatic else None
+        self.is_ready = automatic
         self.error: str | None = None
-        self.accepted: list[int] = []
+        self.refusal: str | None = None
+        self.num_accepted = 0
         self.is_closed = False
 
-    def accept(self, token_id: int) -> str | None:
-        assert self.mask is not None and not self.is_closed
-        self.accepted.append(token_id)
-        self.mask = np.full(1, len(self.accepted), np.int32) if self._automatic else None
-        return "no such token here" if token_id == self._refused else None
+    def accept(self, token_id: int) -> None:
+        self.num_accepted += 1
+        self.is_ready = self._automatic
+        self.refusal = "no such token here" if token_id == self._refused else None
 
     def close(self) -> None:
         self.is_closed = True
-
-    def make_ready(self) -> None:
-        self.mask = np.zeros(1, np.int32)
 
 
 def add(scheduler: Scheduler, request_id: str, grammar: Grammar | None = None, prompt: int = 5, **params) -> None:
@@ -39,6 +35,9 @@ def add(scheduler: Scheduler, request_id: str, grammar: Grammar | None = None, p
 
 
 def give(scheduler: Scheduler, output: SchedulerOutput, token_id: int = 9):
+    for grammar in output.grammars.values():
+        assert isinstance(grammar, Grammar)
+        grammar.accept(token_id)
     return scheduler.update_from_output(output, ModelRunnerOutput(dict.fromkeys(output.num_scheduled_tokens, token_id)))
 
 
@@ -55,11 +54,11 @@ def test_requests_behind_one_that_waits_for_its_grammar_go_on_and_it_comes_first
     assert [r.request_id for r in scheduler.skipped] == ["g0", "g1"]
     assert scheduler.make_stats().num_waiting_reqs == 3
     give(scheduler, output)
-    grammars[1].make_ready()
+    grammars[1].is_ready = True
     give(scheduler, scheduler.schedule())  # the last tokens of r0 and r1
     output = scheduler.schedule()
     assert list(output.num_scheduled_tokens) == ["g1", "r2"]
-    assert output.grammar_masks.keys() == {"g1"}
+    assert output.grammars.keys() == {"g1"}
     assert [r.request_id for r in scheduler.skipped] == ["g0"]
 
 
@@ -89,33 +88,54 @@ def test_a_refused_token_ends_the_request_with_an_error():
     assert (ended.finished["g"].finish_reason, ended.finished["g"].stop_reason) == ("error", "no such token here")
 
 
-def test_a_request_with_a_token_in_flight_is_left_out_and_the_others_go_on_at_full_depth():
+def test_a_request_with_a_token_in_flight_is_in_the_next_step_unless_its_grammar_wants_to_wait():
     scheduler = make_checked(40, async_scheduling=True).scheduler
-    grammar = Grammar(automatic=True)
-    add(scheduler, "g", grammar)
+    grammars = {"g": Grammar(automatic=True), "slow": Grammar()}
+    grammars["slow"].is_ready = True
+    for request_id, grammar in grammars.items():
+        add(scheduler, request_id, grammar)
     add(scheduler, "r")
-    steps, scheduled, masks = [], [], []
-    for _ in range(8):
+    steps, scheduled = [], []
+    for _ in range(6):
         steps.append(scheduler.schedule())
         scheduled.append(sorted(steps[-1].num_scheduled_tokens))
-        masks += [int(mask[0]) for mask in steps[-1].grammar_masks.values()]
+        assert steps[-1].grammars == {i: grammars[i] for i in scheduled[-1] if i != "r"}
+        grammars["slow"].is_ready = False  # while its token is in flight, and once more while its mask is computed
         if len(steps) == 2:
             give(scheduler, steps.pop(0))
-    assert scheduled == [["g", "r"], ["r"]] * 4
-    assert masks == [0, 1, 2, 3]  # each knows all tokens before it
+            grammars["slow"].is_ready = "slow" not in scheduled[-1] and len(scheduled) % 3 == 0
+    assert scheduled == [["g", "r", "slow"], ["g", "r"], ["g", "r"], ["g", "r", "slow"], ["g", "r"], ["g", "r"]]
+    assert grammars["g"].num_accepted == 5
 
 
-def test_a_mask_that_is_not_there_in_time_leaves_the_request_out_of_the_step():
+def test_few_grammars_among_many_requests_leave_out_the_step_behind_each_of_theirs():
+    """Else the others' tokens would wait for the host in every step, which short steps are too short for."""
+    scheduler = make_checked(40, async_scheduling=True).scheduler
+    add(scheduler, "g", Grammar(automatic=True))
+    for index in range(4):
+        add(scheduler, f"r{index}", max_tokens=30 if index else 4)
+    steps, has_grammar = [], []
+    for _ in range(9):
+        steps.append(scheduler.schedule())
+        has_grammar.append("g" in steps[-1].num_scheduled_tokens)
+        assert {f"r{index}" for index in range(1, 4)} < steps[-1].num_scheduled_tokens.keys()
+        if len(steps) == 2:
+            give(scheduler, steps.pop(0))
+    # When r0 has ended they are a fourth.
+    assert has_grammar == [True, False, True, False, True, True, True, True, True]
+
+
+def test_a_grammar_that_is_not_ready_in_time_leaves_the_request_out_of_the_step():
     scheduler = make_checked(40).scheduler
     grammar = Grammar()
-    grammar.make_ready()
+    grammar.is_ready = True
     add(scheduler, "g", grammar)
     add(scheduler, "r")
     give(scheduler, scheduler.schedule())
     output = scheduler.schedule()
     assert list(output.num_scheduled_tokens) == ["r"]
     give(scheduler, output)
-    grammar.make_ready()
+    grammar.is_ready = True
     assert list(scheduler.schedule().num_scheduled_tokens) == ["g", "r"]
 
 
@@ -125,7 +145,7 @@ def test_masks_come_with_steps_that_sample_not_with_chunks_of_the_prompt():
     has_mask = []
     for _ in range(5):
         output = scheduler.schedule()
-        has_mask.append(bool(output.grammar_masks))
+        has_mask.append(bool(output.grammars))
         sampled = {"g": 9} if len(has_mask) >= 3 else {}
         scheduler.update_from_output(output, ModelRunnerOutput(sampled))
     assert has_mask == [False, False, True, True, True]
