@@ -115,8 +115,8 @@ def test_a_structured_request_is_in_every_step_beside_the_others():
     assert all(97 <= token <= 122 for token in ended["g"][0])
 
 
-def run_mix(async_scheduling: bool = True, usable_blocks: int = 64) -> Ended:
-    core = TinyCore(usable_blocks, max_num_seqs=6, max_model_len=112, async_scheduling=async_scheduling)
+def run_mix(depth: int = 2, usable_blocks: int = 64) -> Ended:
+    core = TinyCore(usable_blocks, max_num_seqs=6, max_model_len=112, depth=depth)
     for i in range(12):
         schema: Any = StructuredOutputsParams(json=random_schema(random.Random(i))) if i % 4 else None
         core.add(str(i), ids(20, i), max_tokens=25, temperature=1.0, seed=i, structured_outputs=schema)
@@ -126,7 +126,7 @@ def run_mix(async_scheduling: bool = True, usable_blocks: int = 64) -> Ended:
 @pytest.mark.usefixtures("grammars_in_core")
 @pytest.mark.parametrize("slow_s", [-1.0, math.inf], ids=["all masks are slow", "slow together and quick alone"])
 def test_tokens_do_not_depend_on_which_masks_are_slow(slow_s, monkeypatch):
-    expected = run_mix(async_scheduling=False)
+    expected = run_mix(depth=1)
     assert run_mix() == expected
     monkeypatch.setattr(token_grammar, "SLOW_MASKS_S", -1.0)
     monkeypatch.setattr(token_grammar, "SLOW_MASK_S", slow_s)
