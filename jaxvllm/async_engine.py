@@ -244,7 +244,6 @@ class AsyncEngine:
         try:
             self._engine.add_requests(requests)
         except EngineDeadError as error:
-            self._engine.forget_requests(list(ids))
             raise self._dead_error or error from None
         for request in requests:
             self._collectors[request.caller.request_id] = (collector, request.caller.params)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from jaxvllm.gguf_tokenizer import build_tokenizer, special_token
+from scheduler.field_checks import as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -142,9 +143,15 @@ class Tokenizer:
 
         Args:
           add_special_tokens: put bos (and eos) where the model's files ask for them.
+
+        Raises: ValueError for half of a surrogate pair, which is no character.
         """
         # One text of a batch, for encode() would keep every other thread from running: seconds with megabytes of text.
-        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError:
+            as_text("the text", text)  # says what is wrong
+            raise
 
     @cached_property
     def max_chars_per_token(self) -> int | None:

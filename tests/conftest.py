@@ -6,8 +6,8 @@ import pytest
 
 if "JAX_PLATFORMS" not in os.environ:
     os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports jax; engine processes inherit it
-# Mosaic GPU's interpreter runs a kernel's warpgroups in XLA's pool of threads, where they wait for each other. As many threads
-# as CI has cores, 2, come to wait for good once in a few thousand tests (1 thread does so in the first).
+# Mosaic GPU's interpreter runs a kernel's warpgroups in XLA's pool of threads, where they wait for each other. As many
+# threads as CI has cores, 2, come to wait for good once in a few thousand tests (1 thread does so in the first).
 os.environ.setdefault("NPROC", "16")
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
