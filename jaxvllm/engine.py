@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Self
 from jaxvllm.chat import Message, read_chat_template, split_conversations
 from jaxvllm.config import EngineArgs
 from jaxvllm.errors import EngineDeadError
-from jaxvllm.input_processor import ProcessedRequest, Prompt
+from jaxvllm.input_processor import ProcessedRequest, Prompt, naming_prompt
 from jaxvllm.llm_engine import LLMEngine
 from jaxvllm.metrics import Metric
 from jaxvllm.outputs import RequestOutput
@@ -85,10 +85,11 @@ class Engine:
         if len(priorities) != len(prompt_list):
             raise ValueError(f"priority has {len(priorities)} numbers for {len(prompt_list)} prompts: give one each.")
         with self._turn():
-            requests = [
-                self.llm_engine.process_request(str(next(self._counter)), prompt, _final_only(params), priority=number)
-                for prompt, params, number in zip(prompt_list, params_list, priorities, strict=True)
-            ]
+            requests = []
+            for prompt, params, number in zip(prompt_list, params_list, priorities, strict=True):
+                request_id, params = str(next(self._counter)), _final_only(params)
+                with naming_prompt(len(requests), len(prompt_list)):
+                    requests.append(self.llm_engine.process_request(request_id, prompt, params, priority=number))
             return self._run(requests, use_tqdm)
 
     def chat(
@@ -113,7 +114,7 @@ class Engine:
           chat_template: Jinja text, or a file of it, in the place of the model's own.
           continue_final_message: go on with the last message instead of answering it (add_generation_prompt=False).
           tools: function descriptions, shown to the template.
-          chat_template_kwargs: further variables of the template.
+          chat_template_kwargs: further variables of the template; they win over the arguments above.
 
         Returns: one RequestOutput a conversation, in order.
         Raises: as generate(); ValueError too if there is no template or it refuses the messages.
@@ -124,17 +125,14 @@ class Engine:
             )
         if mm_processor_kwargs:
             raise NotImplementedError("mm_processor_kwargs is not supported: leave it out.")
-        prompts = [
-            self.render_chat(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in split_conversations(messages)
-        ]
+        variables = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        prompts = [self.render_chat(conversation, **variables) for conversation in split_conversations(messages)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def render_chat(self, messages: Sequence[Message], **template_args: Any) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """InputProcessor: what the caller gives becomes an EngineCoreRequest, or an error before anything is scheduled."""
 
+import contextlib
 import copy
 import random
 import secrets
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,17 @@ NOT_APPLIED = {"routed_experts_prompt_start": "no mixture-of-experts model is se
 _SEED_BITS = 63
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@contextlib.contextmanager
+def naming_prompt(index: int, num_prompts: int) -> Iterator[None]:
+    """Around the processing of one of several prompts: an error gets a note that says which of them is to blame."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        if num_prompts > 1:
+            error.add_note(f"This is about prompt {index} of {num_prompts}, counted from 0.")
+        raise
 
 
 @dataclass(slots=True)

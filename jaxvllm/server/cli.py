@@ -133,7 +133,10 @@ def _run(args: argparse.Namespace) -> int:
     try:
         from jaxvllm.server.run import serve
     except ImportError as error:
-        raise ImportError(f"the server needs the extra 'server' ({error}): pip install 'jaxvllm[server]'.") from error
+        raise ImportError(
+            f"the server needs the extra 'server' ({error}): `uv run --extra server jaxvllm serve ...` in a clone, or "
+            "pip install '.[server]' there."
+        ) from error
     return serve(args, engine_args, config)
 
 
