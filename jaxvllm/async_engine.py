@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from jaxvllm.config import EngineArgs
 from jaxvllm.core_messages import CoreMetrics, UtilityResult
 from jaxvllm.core_reader import Inbox, Message, read_core, split_outputs
+from jaxvllm.engine_args import EngineArgs
 from jaxvllm.errors import EngineDeadError
 from jaxvllm.input_processor import ProcessedRequest, Prompt
 from jaxvllm.llm_engine import LLMEngine

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from jaxvllm.chat import Message, read_chat_template, split_conversations
-from jaxvllm.config import EngineArgs
+from jaxvllm.engine_args import EngineArgs
 from jaxvllm.errors import EngineDeadError
 from jaxvllm.input_processor import ProcessedRequest, Prompt, naming_prompt
 from jaxvllm.llm_engine import LLMEngine

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxvllm.config import EngineArgs, EngineConfig
+from jaxvllm.config import EngineConfig
 from jaxvllm.core_client import CoreClient, make_client
 from jaxvllm.core_messages import CoreMetrics
+from jaxvllm.engine_args import EngineArgs
 from jaxvllm.errors import EngineDeadError
 from jaxvllm.input_processor import InputProcessor, ProcessedRequest, Prompt
 from jaxvllm.metrics import FrontEndStats, Metric

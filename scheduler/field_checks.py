@@ -1,13 +1,12 @@
 """What counts as an integer, a number, a truth value or a text where a caller gives one, and Python's own for it.
 
-Messages between processes carry Python's own types alone, so a NumPy scalar or a member of an enum is converted here.
+Messages between processes carry Python's own types alone, so a NumPy scalar or a member of an enum is converted here
+(without NumPy, whose import a front end does without).
 """
 
 import numbers
 import operator
 from typing import Any
-
-import numpy as np
 
 
 def as_int(name: str, value: Any) -> int:
@@ -17,7 +16,7 @@ def as_int(name: str, value: Any) -> int:
     """
     if type(value) is int:
         return value
-    if not isinstance(value, bool | np.bool_):
+    if not isinstance(value, bool):
         try:
             return operator.index(value)
         except TypeError:
@@ -45,8 +44,9 @@ def as_bool(name: str, value: Any) -> bool:
 
     Raises: ValueError for anything else: 1 is none.
     """
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
+    plain = value.item() if getattr(value, "ndim", None) == 0 else value
+    if isinstance(plain, bool):
+        return plain
     raise ValueError(f"{name}={value!r} must be True or False.")
 
 

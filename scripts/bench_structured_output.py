@@ -23,9 +23,10 @@ import workloads
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxvllm import Engine, RequestOutput, SamplingParams, StructuredOutputsParams
-from jaxvllm.config import EngineArgs, EngineConfig, MemoryConfig, ModelLoadConfig
+from jaxvllm.config import EngineConfig, MemoryConfig, ModelLoadConfig
 from jaxvllm.core import EngineCore, make_executor
 from jaxvllm.core_messages import EngineCoreRequest
+from jaxvllm.engine_args import EngineArgs
 from jaxvllm.metrics import Counter, Gauge
 from scheduler.batch import BatchLimits
 from scheduler.buckets import powers_of_two

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxvllm import cli
-from jaxvllm.config import EngineArgs
+from jaxvllm.engine_args import EngineArgs
 from tests.engine.conftest import write_model
 from tests.engine.fake_executor import SuccessorExecutor
 
