@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxvllm.async_engine import AsyncEngine, AsyncLLM, AsyncLLMEngine
-    from jaxvllm.config import EngineArgs
     from jaxvllm.engine import LLM, Engine
+    from jaxvllm.engine_args import EngineArgs
     from jaxvllm.errors import EngineDeadError
     from jaxvllm.llm_engine import LLMEngine
     from jaxvllm.outputs import CompletionOutput, RequestOutput
@@ -41,7 +41,7 @@ _MODULES = {
     "AsyncLLMEngine": "jaxvllm.async_engine",
     "CompletionOutput": "jaxvllm.outputs",
     "Engine": "jaxvllm.engine",
-    "EngineArgs": "jaxvllm.config",
+    "EngineArgs": "jaxvllm.engine_args",
     "EngineDeadError": "jaxvllm.errors",
     "LLMEngine": "jaxvllm.llm_engine",
     "RepetitionDetectionParams": "scheduler.repetition",

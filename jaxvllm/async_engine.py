@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from jaxvllm.config import EngineArgs
 from jaxvllm.core_messages import CoreMetrics, UtilityResult
 from jaxvllm.core_reader import Inbox, Message, read_core, split_outputs
+from jaxvllm.engine_args import EngineArgs
 from jaxvllm.errors import EngineDeadError
 from jaxvllm.input_processor import ProcessedRequest, Prompt
 from jaxvllm.llm_engine import LLMEngine
@@ -244,7 +244,6 @@ class AsyncEngine:
         try:
             self._engine.add_requests(requests)
         except EngineDeadError as error:
-            self._engine.forget_requests(list(ids))
             raise self._dead_error or error from None
         for request in requests:
             self._collectors[request.caller.request_id] = (collector, request.caller.params)

@@ -8,7 +8,7 @@ from dataclasses import Field, fields
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from jaxvllm.config import EngineArgs
+from jaxvllm.engine_args import EngineArgs
 from scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -4,18 +4,20 @@ import contextlib
 import copy
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from jaxvllm.chat import Message, read_chat_template, split_conversations
-from jaxvllm.config import EngineArgs
+from jaxvllm.engine_args import EngineArgs
 from jaxvllm.errors import EngineDeadError
-from jaxvllm.input_processor import ProcessedRequest, Prompt
+from jaxvllm.input_processor import ProcessedRequest, Prompt, naming_prompt
 from jaxvllm.llm_engine import LLMEngine
 from jaxvllm.metrics import Metric
 from jaxvllm.outputs import RequestOutput
 from jaxvllm.progress import Progress
+from scheduler.field_checks import as_list
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 Prompts = Prompt | Sequence[Prompt]
@@ -25,7 +27,8 @@ class Engine:
     """A language model that answers batches of prompts.
 
     The engine core runs in a child process, which ends with the engine (shutdown(), `with`, garbage collection or the
-    interpreter's end).
+    interpreter's end). Threads may share an engine: their calls take turns, and only the prompts of one call are
+    batched (AsyncEngine serves many callers at once). A fork of this process may not use it.
 
     Args:
       model: a local folder in Hugging Face's layout, a GGUF file, a hub id, or None for SmolLM2-135M-Instruct.
@@ -42,6 +45,8 @@ class Engine:
         self._chat_template = read_chat_template(args.chat_template)
         self.llm_engine = LLMEngine.from_engine_args(args)
         self._counter = itertools.count()
+        self._lock = threading.RLock()  # not Lock: a progress bar of the caller's may ask for metrics
+        self._owner_pid = os.getpid()
 
     def generate(
         self,
@@ -70,20 +75,22 @@ class Engine:
           ValueError, NotImplementedError: a prompt or a parameter that cannot be served.
           EngineDeadError: the core died.
         """
-        if lora_request is not None:
+        if any(request is not None for request in _as_sequence(lora_request)):
             raise NotImplementedError("lora_request is not supported: leave it out.")
         if tokenization_kwargs:
             raise NotImplementedError(f"tokenization_kwargs={tokenization_kwargs!r} is not supported: leave it out.")
         prompt_list = _as_list(prompts)
         params_list = self._params_list(sampling_params, len(prompt_list))
-        priorities = [0] * len(prompt_list) if priority is None else list(priority)
+        priorities = [0] * len(prompt_list) if priority is None else as_list("priority", priority)
         if len(priorities) != len(prompt_list):
             raise ValueError(f"priority has {len(priorities)} numbers for {len(prompt_list)} prompts: give one each.")
-        requests = [
-            self.llm_engine.process_request(str(next(self._counter)), prompt, _final_only(params), priority=number)
-            for prompt, params, number in zip(prompt_list, params_list, priorities, strict=True)
-        ]
-        return self._run(requests, use_tqdm)
+        with self._turn():
+            requests = []
+            for prompt, params, number in zip(prompt_list, params_list, priorities, strict=True):
+                request_id, params = str(next(self._counter)), _final_only(params)
+                with naming_prompt(len(requests), len(prompt_list)):
+                    requests.append(self.llm_engine.process_request(request_id, prompt, params, priority=number))
+            return self._run(requests, use_tqdm)
 
     def chat(
         self,
@@ -107,7 +114,7 @@ class Engine:
           chat_template: Jinja text, or a file of it, in the place of the model's own.
           continue_final_message: go on with the last message instead of answering it (add_generation_prompt=False).
           tools: function descriptions, shown to the template.
-          chat_template_kwargs: further variables of the template.
+          chat_template_kwargs: further variables of the template; they win over the arguments above.
 
         Returns: one RequestOutput a conversation, in order.
         Raises: as generate(); ValueError too if there is no template or it refuses the messages.
@@ -118,17 +125,14 @@ class Engine:
             )
         if mm_processor_kwargs:
             raise NotImplementedError("mm_processor_kwargs is not supported: leave it out.")
-        prompts = [
-            self.render_chat(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in split_conversations(messages)
-        ]
+        variables = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        prompts = [self.render_chat(conversation, **variables) for conversation in split_conversations(messages)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def render_chat(self, messages: Sequence[Message], **template_args: Any) -> dict[str, Any]:
@@ -151,11 +155,13 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing happens, while requests are running."""
-        return self.llm_engine.reset_prefix_cache()
+        with self._turn():
+            return self.llm_engine.reset_prefix_cache()
 
     def get_metrics(self) -> list[Metric]:
         """What the engine has done so far: counters and gauges with vLLM's names."""
-        return self.llm_engine.get_metrics()
+        with self._turn():
+            return self.llm_engine.get_metrics()
 
     def encode(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Pooling models are not supported."""
@@ -178,8 +184,10 @@ class Engine:
         raise NotImplementedError("Engine.beam_search is not supported: use generate().")
 
     def shutdown(self) -> None:
-        """End the core and free the device; may be called again."""
-        self.llm_engine.shutdown()
+        """End the core and free the device, after a call that runs in another thread; may be called again."""
+        if os.getpid() == self._owner_pid:
+            with self._lock:
+                self.llm_engine.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -188,6 +196,20 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.shutdown()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Keep other threads out: requests of two calls would take each other's outputs.
+
+        Raises: RuntimeError in a fork, where the core would hear two processes at once.
+        """
+        if os.getpid() != self._owner_pid:
+            raise RuntimeError(
+                f"the engine belongs to process {self._owner_pid}, of which this is a fork: make an engine of its own "
+                "here, or make the engine after the fork."
+            )
+        with self._lock:
+            yield
 
     def _params_list(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -231,12 +253,16 @@ def _as_list(prompts: Prompts) -> list[Prompt]:
     """One prompt or many, as a list: text, a dict, or a sequence of numbers is one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if isinstance(prompts, bytes) or not (isinstance(prompts, Sequence) or hasattr(prompts, "tolist")):
-        raise ValueError(f"prompts must be text, token ids, a dict, or a list of those, got {type(prompts).__name__}.")
-    if hasattr(prompts, "tolist"):
+    if getattr(prompts, "ndim", 0) > 0:
         prompts = prompts.tolist()  # type: ignore[union-attr]  # an array of one or of two dimensions
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts must be text, token ids, a dict, or a list of those, got {type(prompts).__name__}.")
     items: list[Any] = list(prompts)  # type: ignore[arg-type]
     return [items] if items and not any(_is_prompt(item) for item in items) else items
+
+
+def _as_sequence(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _is_prompt(item: Any) -> bool:

@@ -1,12 +1,12 @@
 """InputProcessor: what the caller gives becomes an EngineCoreRequest, or an error before anything is scheduled."""
 
+import contextlib
 import copy
-import operator
 import random
 import secrets
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,36 @@ from jaxvllm.output_processor import CallerRequest
 from jaxvllm.outputs import RequestMetrics
 from jaxvllm.sampling_checks import SamplingChecker, SamplingFeatures, check_token_ids
 from jaxvllm.tokenizer import Tokenizer
+from scheduler.field_checks import as_float, as_int, as_text
 from scheduler.sampling_params import MAX_STOP_TOKEN_IDS, DerivedParams, SamplingParams
 from scheduler.structured_outputs import StructuredOutputsParams
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+# What vLLM's prompts may hold beside: refused by name unless it is None.
+NOT_BUILT_PROMPT_KEYS = (
+    "multi_modal_data",
+    "multi_modal_uuids",
+    "mm_processor_kwargs",
+    "prompt_embeds",
+    "encoder_prompt",
+    "decoder_prompt",
+)
 # Fields of SamplingParams that are not applied: a request that sets one is refused by name.
 NOT_APPLIED = {"routed_experts_prompt_start": "no mixture-of-experts model is served"}
 _SEED_BITS = 63
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@contextlib.contextmanager
+def naming_prompt(index: int, num_prompts: int) -> Iterator[None]:
+    """Around the processing of one of several prompts: an error gets a note that says which of them is to blame."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        if num_prompts > 1:
+            error.add_note(f"This is about prompt {index} of {num_prompts}, counted from 0.")
+        raise
 
 
 @dataclass(slots=True)
@@ -81,10 +102,12 @@ class InputProcessor:
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params={params!r} must be a SamplingParams.")
+        # Checked anew, for fields may have been set since, and copied: those set from now on are for other requests.
+        params = params.checked()
         parsed = self._parse(prompt)
         self._check_prompt(parsed.token_ids)
         self._check_params(params, len(parsed.token_ids))
-        arrival_time = time.time() if arrival_time is None else arrival_time
+        arrival_time = time.time() if arrival_time is None else as_float("arrival_time", arrival_time)
         caller = CallerRequest(request_id, parsed.text, parsed.token_ids, params, RequestMetrics(arrival_time))
         int32_ids = array("i", parsed.token_ids)
         derived = self._checker.derive(params)
@@ -110,12 +133,17 @@ class InputProcessor:
         return _ParsedPrompt(None, self._token_ids(prompt))
 
     def _parse_dict(self, prompt: Mapping[str, Any]) -> _ParsedPrompt:
-        unknown = sorted(str(key) for key in prompt if key not in PROMPT_KEYS)
+        for key in NOT_BUILT_PROMPT_KEYS:
+            if prompt.get(key) is not None:
+                raise NotImplementedError(f"a prompt with {key} is not supported: prompts are text or token ids.")
+        unknown = sorted(str(key) for key in prompt if key not in (*PROMPT_KEYS, *NOT_BUILT_PROMPT_KEYS))
         if unknown:
             raise ValueError(f"prompt has the unknown keys {unknown}: allowed are {list(PROMPT_KEYS)}.")
         text, ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
-        if salt is not None and (not isinstance(salt, str) or not salt):
-            raise ValueError(f"cache_salt={salt!r} must be a non-empty string; leave it out to share the cache.")
+        if salt is not None:
+            salt = as_text("cache_salt", salt)
+            if not salt:
+                raise ValueError(f"cache_salt={salt!r} must be a non-empty string; leave it out to share the cache.")
         if text is not None and not isinstance(text, str):
             raise ValueError(f"prompt['prompt']={text!r} must be a string.")
         if ids is not None:
@@ -150,7 +178,7 @@ class InputProcessor:
         ids = list(ids)
         if set(map(type, ids)) <= {int}:
             return ids
-        return [_as_id(token_id, f"prompt_token_ids[{i}]") for i, token_id in enumerate(ids)]
+        return [as_int(f"prompt_token_ids[{i}]", token_id) for i, token_id in enumerate(ids)]
 
     def _check_prompt(self, ids: list[int]) -> None:
         if not ids:
@@ -206,10 +234,13 @@ class InputProcessor:
                 f"{len(stop_ids)}; at most {MAX_STOP_TOKEN_IDS} are allowed."
             )
         seed = self._seeds.getrandbits(_SEED_BITS) if params.seed is None else (params.seed + index) % 2**64
-        max_tokens = params.max_tokens
-        if max_tokens is None:
-            max_tokens = self._info.max_model_len - num_prompt_tokens
+        max_tokens, max_model_len = params.max_tokens, self._info.max_model_len
+        # What no text can reach is cut to what a message can hold.
+        max_tokens = max_model_len - num_prompt_tokens if max_tokens is None else min(max_tokens, max_model_len)
         complete = copy.copy(params)
+        if params.thinking_token_budget is not None:
+            complete.thinking_token_budget = min(params.thinking_token_budget, max_model_len)
+        complete.extra_args = None  # of any type; `derived` has what the core needs of them
         if params.top_k >= self._model.vocab_size:
             complete.top_k = 0  # off: it would choose among all, and need not fit the plan's int32
         if params.structured_outputs is not None:
@@ -225,13 +256,3 @@ class InputProcessor:
     def _internal_id(self, request_id: str, index: int, n: int) -> str:
         base = f"{request_id}-{secrets.token_hex(4)}"
         return base if n == 1 else f"{index}_{base}"
-
-
-def _as_id(value: Any, name: str) -> int:
-    """An id of a type like NumPy's integers; True, 1.0 and "1" are none."""
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise ValueError(f"{name}={value!r} must be an integer, got {type(value).__name__}.")

@@ -1,13 +1,16 @@
 """LLMEngine: requests in, RequestOutputs out, one step a call; Engine is the convenient face of it."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxvllm.config import EngineArgs, EngineConfig
+from jaxvllm.config import EngineConfig
 from jaxvllm.core_client import CoreClient, make_client
 from jaxvllm.core_messages import CoreMetrics
+from jaxvllm.engine_args import EngineArgs
+from jaxvllm.errors import EngineDeadError
 from jaxvllm.input_processor import InputProcessor, ProcessedRequest, Prompt
 from jaxvllm.metrics import FrontEndStats, Metric
 from jaxvllm.model_info import ModelInfo, read_model_info
@@ -18,6 +21,7 @@ from jaxvllm.outputs import RequestOutput
 from jaxvllm.sampling_checks import SamplingFeatures
 from jaxvllm.stats_log import StatsLog
 from jaxvllm.tokenizer import Tokenizer
+from scheduler.field_checks import as_int, as_text
 from scheduler.outputs import EngineCoreOutputs
 from scheduler.sampling_params import SamplingParams
 
@@ -114,10 +118,10 @@ class LLMEngine:
         priority: int = 0,
     ) -> ProcessedRequest:
         """Tokenise and validate a request without queueing it; arguments and errors as in add_request."""
-        if not isinstance(request_id, str):
-            raise ValueError(f"request_id={request_id!r} must be a string.")
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-            raise ValueError(f"priority={priority!r} must be an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}].")
+        request_id = as_text("request_id", request_id)
+        priority = as_int("priority", priority)
+        if abs(priority) > MAX_PRIORITY:
+            raise ValueError(f"priority={priority} must be an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}].")
         if priority != 0 and self.config.scheduler.policy != "priority":
             raise ValueError(
                 f"priority={priority} has no meaning with scheduling_policy={self.config.scheduler.policy!r}: "
@@ -131,7 +135,12 @@ class LLMEngine:
         """Queue requests that process_request made, all in one message: the core may schedule them together."""
         for request in requests:
             self._output_processor.add_request(request.caller, request.children)
-        self._client.add_requests([child for request in requests for child in request.children])
+        try:
+            self._client.add_requests([child for request in requests for child in request.children])
+        except BaseException:
+            with contextlib.suppress(EngineDeadError):
+                self.drop_requests([request.caller.request_id for request in requests])
+            raise
 
     def step(self) -> list[RequestOutput]:
         """Wait for the core's next outputs and return what they mean; [] without unfinished requests.

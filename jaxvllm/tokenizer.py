@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from jaxvllm.gguf_tokenizer import build_tokenizer, special_token
+from scheduler.field_checks import as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _FOLDER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GGUF_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# What the code in a template may raise, mostly for messages that its author did not think of: content that is None.
+_TEMPLATE_DEFECTS = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 # Settings of tokenizer_config.json with which transformers changes what tokenizer.json says.
 _CHANGING_SETTINGS = ("fast_tokenizer_files", "fix_mistral_regex", "split_special_tokens", "tokenizer_truncation")
 
@@ -142,9 +145,15 @@ class Tokenizer:
 
         Args:
           add_special_tokens: put bos (and eos) where the model's files ask for them.
+
+        Raises: ValueError for half of a surrogate pair, which is no character.
         """
         # One text of a batch, for encode() would keep every other thread from running: seconds with megabytes of text.
-        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError:
+            as_text("the text", text)  # says what is wrong
+            raise
 
     @cached_property
     def max_chars_per_token(self) -> int | None:
@@ -180,6 +189,9 @@ class Tokenizer:
                 f"{self._origin}: the model has no chat template; give chat_template=..., or use generate() with a "
                 "plain prompt"
             )
+        for tool in tools or ():
+            if not isinstance(tool, Mapping):
+                raise ValueError(f"tools must be a list of dicts that describe a function each, got {tool!r} in it.")
         plain = [dict(message) for message in messages]
         tool_list = [dict(tool) for tool in tools] if tools else None
         template = self._chat_template if chat_template is None else chat_template
@@ -203,7 +215,7 @@ class Tokenizer:
                 tokenize=False,
                 **template_kwargs,
             )
-        except TemplateError as error:
+        except (TemplateError, *_TEMPLATE_DEFECTS) as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         assert isinstance(text, str)
         return text

@@ -1,9 +1,10 @@
 """Repetition detection: a request ends when its last tokens are one pattern over and over."""
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from scheduler.field_checks import as_int
 from scheduler.structured_outputs import checked_keys
 
 MAX_SIZE = 2**31 - 1  # no text is longer
@@ -28,9 +29,10 @@ class RepetitionDetectionParams:
 
     def __post_init__(self) -> None:
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SIZE:
-                raise ValueError(f"repetition_detection: {name}={value!r} must be an integer in [0, {MAX_SIZE}].")
+            value = as_int(f"repetition_detection: {name}", getattr(self, name))
+            if not 0 <= value <= MAX_SIZE:
+                raise ValueError(f"repetition_detection: {name}={value} must be an integer in [0, {MAX_SIZE}].")
+            setattr(self, name, value)
         if self.min_pattern_size > self.max_pattern_size:
             raise ValueError(
                 f"repetition_detection: min_pattern_size={self.min_pattern_size} must not exceed "
@@ -44,11 +46,13 @@ class RepetitionDetectionParams:
 
     @classmethod
     def of(cls, value: Any) -> "RepetitionDetectionParams":
-        """The same from a dict, or as it is.
+        """The same, checked anew, or from a dict.
 
         Raises: ValueError for an unknown key or another type.
         """
-        return value if isinstance(value, cls) else cls(**checked_keys("repetition_detection", cls, value))
+        if isinstance(value, cls):
+            return replace(value)
+        return cls(**checked_keys("repetition_detection", cls, value))
 
 
 def ends_in_repetition(token_ids: "array[int]", num_prompt_tokens: int, params: RepetitionDetectionParams) -> bool:

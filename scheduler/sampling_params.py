@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any, Self
 
+from scheduler.field_checks import as_bool, as_float, as_int, as_int_list, as_list, as_text
 from scheduler.repetition import RepetitionDetectionParams
 from scheduler.structured_outputs import StructuredOutputsParams
 
@@ -22,6 +23,17 @@ MAX_LISTED_IDS = 1024  # of logit_bias, of allowed_token_ids, and of all bad wor
 MAX_LOGIT_BIAS = 100.0
 GREEDY_TEMPERATURE = 1e-5  # below: greedy
 MIN_TEMPERATURE = 1e-2  # between the two: raised to this, or float32 logits overflow
+_INTS = ("n", "top_k", "min_tokens")
+_OPTIONAL_INTS = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget")
+_FLOATS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
+_BOOLS = (
+    "ignore_eos",
+    "flat_logprobs",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
 
 
 class RequestOutputKind(IntEnum):
@@ -109,36 +121,18 @@ class SamplingParams:
         self._check_lists()
 
     def _check_types(self) -> None:
-        ints = ("n", "top_k", "min_tokens")
-        optional_ints = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget")
-        floats = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
-        bools = (
-            "ignore_eos",
-            "flat_logprobs",
-            "detokenize",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "include_stop_str_in_output",
-        )
-        for name in ints + optional_ints:
-            value = getattr(self, name)
-            if value is None and name in optional_ints:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{name}={value!r} must be an integer.")
-        for name in floats:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"{name}={value!r} must be a number.")
-            if not math.isfinite(value):
-                raise ValueError(f"{name}={value!r} must be finite.")
-        for name in bools:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
-        if self.skip_reading_prefix_cache not in (None, True, False):
-            raise ValueError(
-                f"skip_reading_prefix_cache={self.skip_reading_prefix_cache!r} must be True, False or None."
-            )
+        for names, convert in ((_INTS, as_int), (_FLOATS, as_float), (_BOOLS, as_bool)):
+            for name in names:
+                value = getattr(self, name)
+                if (converted := convert(name, value)) is not value:
+                    setattr(self, name, converted)
+        for names, convert in ((_OPTIONAL_INTS, as_int), (("skip_reading_prefix_cache",), as_bool)):
+            for name in names:
+                if (value := getattr(self, name)) is not None:
+                    setattr(self, name, convert(name, value))
+        for name in _FLOATS:
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be finite.")
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
             raise ValueError(f"extra_args={self.extra_args!r} must be a dict or None.")
 
@@ -175,14 +169,12 @@ class SamplingParams:
             raise ValueError(f"n={self.n} must be 1 for greedy sampling (temperature={self.temperature}).")
 
     def _normalise(self) -> None:
-        stops = [self.stop] if isinstance(self.stop, str) else _as_list("stop", self.stop)
-        if not all(isinstance(s, str) for s in stops):
-            raise ValueError(f"stop={self.stop!r} must be a string or a list of strings.")
-        if "" in stops:
+        stops = [self.stop] if isinstance(self.stop, str) else as_list("stop", self.stop)
+        self.stop = [as_text("stop", text) for text in stops]
+        if "" in self.stop:
             raise ValueError(f"stop={self.stop!r} must not hold an empty string.")
-        if stops and not self.detokenize:
+        if self.stop and not self.detokenize:
             raise ValueError(f"stop={self.stop!r} needs detokenize=True: stop strings are found in the text.")
-        self.stop = stops
         self.stop_token_ids = _id_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         if self.structured_outputs is not None:
             self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
@@ -228,10 +220,9 @@ class SamplingParams:
             self.allowed_token_ids = _id_list("allowed_token_ids", self.allowed_token_ids, MAX_LISTED_IDS)
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids=[] allows no token: leave it out to allow all.")
-        words = _as_list("bad_words", self.bad_words)
-        if not all(isinstance(word, str) and word for word in words):
-            raise ValueError(f"bad_words={self.bad_words!r} must be a list of non-empty strings.")
-        self.bad_words = words
+        self.bad_words = [as_text("bad_words", word) for word in as_list("bad_words", self.bad_words)]
+        if "" in self.bad_words:
+            raise ValueError(f"bad_words={self.bad_words!r} must not hold an empty string.")
 
     @classmethod
     def from_optional(cls, **values: Any) -> Self:
@@ -249,6 +240,13 @@ class SamplingParams:
         if isinstance(bias, Mapping):
             given["logit_bias"] = {_int_key(key): value for key, value in bias.items()}
         return cls(**given)
+
+    def checked(self) -> Self:
+        """A copy whose fields are those of a new one: whoever has set a field since learns here if it is wrong."""
+        params = copy.copy(self)
+        params.derived = None
+        params.__post_init__()
+        return params
 
     def clone(self) -> Self:
         """A copy that shares nothing that can change."""
@@ -279,12 +277,12 @@ def _checked_bias(bias: Any) -> dict[int, float]:
     if len(bias) > MAX_LISTED_IDS:
         raise ValueError(f"logit_bias holds {len(bias)} ids; at most {MAX_LISTED_IDS} are allowed.")
     checked = {}
-    for token_id, value in bias.items():
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise ValueError(f"logit_bias has the key {token_id!r}: keys must be integer token ids.")
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    for key, value in bias.items():
+        token_id = as_int("logit_bias key", key)
+        number = as_float(f"logit_bias[{token_id}]", value)
+        if math.isnan(number):
             raise ValueError(f"logit_bias[{token_id}]={value!r} must be a number.")
-        checked[token_id] = min(max(float(value), -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS)
+        checked[token_id] = min(max(number, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS)
     return checked
 
 
@@ -293,16 +291,7 @@ def _int_key(key: Any) -> Any:
 
 
 def _id_list(name: str, value: Any, limit: int) -> list[int]:
-    ids = _as_list(name, value)
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise ValueError(f"{name}={value!r} must be a list of integers.")
+    ids = as_int_list(name, value)
     if len(ids) > limit:
         raise ValueError(f"{name} holds {len(ids)} ids; at most {limit} are allowed.")
     return ids
-
-
-def _as_list(name: str, value: Any) -> list[Any]:
-    """A list out of a list-like value; None is the empty one."""
-    if value is not None and not isinstance(value, list | tuple | set | frozenset):
-        raise ValueError(f"{name}={value!r} must be a list.")
-    return list(value or ())

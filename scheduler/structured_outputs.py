@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from scheduler.field_checks import as_bool, as_list, as_text
+
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
@@ -53,19 +55,23 @@ class StructuredOutputsParams:
 
     def _check_types(self) -> None:
         for name in ("regex", "grammar", "structural_tag", "whitespace_pattern"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"structured_outputs: {name}={value!r} must be a non-empty string.")
-        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
-            if not isinstance(getattr(self, name), bool | None):
-                raise ValueError(f"structured_outputs: {name}={getattr(self, name)!r} must be True or False.")
-        if not isinstance(self.json, str | dict | None):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, as_text(f"structured_outputs: {name}", value))
+                if not value:
+                    raise ValueError(f"structured_outputs: {name}={value!r} must be a non-empty string.")
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            setattr(self, name, as_bool(f"structured_outputs: {name}", getattr(self, name)))
+        if self.json_object is not None:
+            self.json_object = as_bool("structured_outputs: json_object", self.json_object)
+        if isinstance(self.json, str):
+            self.json = as_text("structured_outputs: json", self.json)
+        elif not isinstance(self.json, dict | None):
             raise ValueError(f"structured_outputs: json={self.json!r} must be a JSON schema as a dict or a string.")
         if self.choice is None:
             return
-        if isinstance(self.choice, str) or not all(isinstance(text, str) for text in self.choice):
-            raise ValueError(f"structured_outputs: choice={self.choice!r} must be a list of strings.")
-        self.choice = list(self.choice)
+        self.choice = [
+            as_text("structured_outputs: choice", text) for text in as_list("structured_outputs: choice", self.choice)
+        ]
         if not self.choice:
             raise ValueError("structured_outputs: choice=[] must hold at least one string.")
 
@@ -80,12 +86,12 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, value: Any) -> "StructuredOutputsParams":
-        """The same from a dict, or as it is.
+        """The same, checked anew, or from a dict.
 
         Raises: ValueError for an unknown key or another type.
         """
         if isinstance(value, cls):
-            return value
+            return replace(value)
         return cls(**checked_keys("structured_outputs", cls, value))
 
 

@@ -26,11 +26,12 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxvllm import Engine, RequestOutput, SamplingParams, StructuredOutputsParams
-from jaxvllm.config import EngineArgs, EngineConfig, MemoryConfig, ModelLoadConfig
+from jaxvllm.config import EngineConfig, MemoryConfig, ModelLoadConfig
 from jaxvllm.core import EngineCore, make_executor
 from jaxvllm.core_messages import EngineCoreRequest
 from jaxvllm.core_process import SWITCH_INTERVAL_S
 from jaxvllm.dispatcher import DispatchedStep, Dispatcher
+from jaxvllm.engine_args import EngineArgs
 from jaxvllm.metrics import Counter, Gauge
 from jaxvllm.structured_output.grammar import to_llguidance
 from jaxvllm.structured_output.manager import make_grammar_tokenizer

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from jaxvllm.bench import loads
 from jaxvllm.cli_args import add_engine_options, given_engine_args
+from jaxvllm.metrics import Counter
 from scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def run_throughput(args: argparse.Namespace) -> int:
         start = time.perf_counter()
         outputs = engine.generate(prompts, params)
         elapsed = time.perf_counter() - start
+        _warn_of_compiles(engine, 0)
     failed = next((c for output in outputs for c in output.outputs if c.finish_reason == "error"), None)
     if failed is not None:
         raise ValueError(f"a request was refused: {failed.stop_reason}")
@@ -88,15 +90,18 @@ def run_latency(args: argparse.Namespace) -> int:
     """Time the same batch again and again; no prompt is found in the prefix cache."""
     _check(args, "input_len", "output_len", "batch_size", "num_iters", "n")
     params = _params(args, args.output_len, args.n)
-    latencies = []
+    latencies, num_compiles = [], 0
     with _make_engine(args) as engine:
         num_iters = args.num_iters_warmup + args.num_iters
         for index in tqdm(range(num_iters), desc="Iterations, warm-up first", file=sys.stderr):
+            if index == args.num_iters_warmup:
+                num_compiles = _num_compiles(engine)
             load = loads.random_load(args.batch_size, args.input_len, args.output_len, seed=index)
             start = time.perf_counter()
             engine.generate([request.prompt for request in load], params, use_tqdm=False)
             if index >= args.num_iters_warmup:
                 latencies.append(time.perf_counter() - start)
+        _warn_of_compiles(engine, num_compiles)
     average, percentiles = float(np.mean(latencies)), np.percentile(latencies, PERCENTAGES)
     print(f"Avg latency: {average} seconds")
     for percentage, value in zip(PERCENTAGES, percentiles, strict=True):
@@ -116,6 +121,22 @@ def _make_engine(args: argparse.Namespace) -> "Engine":
     from jaxvllm.engine import Engine  # late: `--help` needs no tokenizer library
 
     return Engine(**given_engine_args(args))
+
+
+def _num_compiles(engine: "Engine") -> int:
+    """Programs that the engine has compiled while it served."""
+    found = (metric for metric in engine.get_metrics() if metric.name == "jaxvllm:late_compiles")
+    return int(sum(metric.value for metric in found if isinstance(metric, Counter)))
+
+
+def _warn_of_compiles(engine: "Engine", num_before: int) -> None:
+    """Say so if the times that were taken are those of the compiler too."""
+    num_compiles = _num_compiles(engine) - num_before
+    if num_compiles > 0:
+        print(
+            f"{num_compiles} programs were compiled while this was timed: --compile-ahead does it before.",
+            file=sys.stderr,
+        )
 
 
 def _params(args: argparse.Namespace, num_output_tokens: int, n: int = 1) -> SamplingParams:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxvllm.bucket_choice import STRATEGIES, choose_policy
 from jaxvllm.cli_args import add_engine_options, given_engine_args
-from jaxvllm.config import EngineArgs
+from jaxvllm.engine_args import EngineArgs
 from scheduler.buckets import BucketKey, BucketPolicy, StepShape, explicit, load_policy
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.cost_model import CostModel, load_cost_model

@@ -68,7 +68,9 @@ def plot(results: Sequence[Result], path: str | Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError(f"--plot needs matplotlib ({error}): install the extra jaxvllm[plot].") from error
+        raise ImportError(
+            f"--plot needs matplotlib ({error}): `uv run --extra plot jaxvllm ...` in a clone installs it."
+        ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

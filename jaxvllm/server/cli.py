@@ -7,7 +7,8 @@ from typing import Any
 
 from jaxvllm.chat import read_chat_template
 from jaxvllm.cli_args import add_engine_options, flag, given_engine_args, json_object
-from jaxvllm.config import EngineArgs, api_key_from_environment
+from jaxvllm.config import api_key_from_environment
+from jaxvllm.engine_args import EngineArgs
 from jaxvllm.server.config import DEFAULT_MAX_REQUEST_BYTES, ServerConfig
 from jaxvllm.tool_parsers import get_tool_parser
 from jaxvllm.vllm_args import NOT_BUILT
@@ -133,7 +134,10 @@ def _run(args: argparse.Namespace) -> int:
     try:
         from jaxvllm.server.run import serve
     except ImportError as error:
-        raise ImportError(f"the server needs the extra 'server' ({error}): pip install 'jaxvllm[server]'.") from error
+        raise ImportError(
+            f"the server needs the extra 'server' ({error}): `uv run --extra server jaxvllm serve ...` in a clone, or "
+            "pip install '.[server]' there."
+        ) from error
     return serve(args, engine_args, config)
 
 

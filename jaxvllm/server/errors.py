@@ -67,7 +67,8 @@ def to_api_error(error: Exception, fields: Container[str] = ()) -> ApiError | No
     if isinstance(error, EngineDeadError):
         return ApiError(str(error).split("\n", 1)[0], status=503)
     if isinstance(error, ValueError | NotImplementedError):
-        return ApiError(str(error), param=_first_word(str(error), fields))
+        message = " ".join([str(error), *getattr(error, "__notes__", ())])
+        return ApiError(message, param=_first_word(message, fields))
     return None
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 
 from jaxvllm.async_engine import AsyncEngine
-from jaxvllm.config import EngineArgs
+from jaxvllm.engine_args import EngineArgs
 from jaxvllm.server.app import find_middleware, make_app
 from jaxvllm.server.cli import DEFAULT_HOST
 from jaxvllm.server.config import ServerConfig

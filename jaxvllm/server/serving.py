@@ -6,8 +6,7 @@ import uuid
 from collections.abc import Sequence
 
 from jaxvllm.async_engine import AsyncEngine
-from jaxvllm.errors import EngineDeadError
-from jaxvllm.input_processor import ProcessedRequest
+from jaxvllm.input_processor import ProcessedRequest, naming_prompt
 from jaxvllm.outputs import CompletionOutput, RequestOutput
 from jaxvllm.server.config import MAX_CHOICES, ServerConfig
 from jaxvllm.server.errors import ApiError
@@ -87,12 +86,15 @@ class Serving:
         self, request: GenerationRequest, prompts: Sequence[tuple[str | None, list[int]]], params: SamplingParams
     ) -> list[ProcessedRequest]:
         """Validate all prompts (text if there is one, ids) before the first one runs."""
-        processed = []
+        processed: list[ProcessedRequest] = []
         for text, ids in prompts:
             prompt = {"prompt": text, "prompt_token_ids": ids, "cache_salt": request.cache_salt}
             # Not the caller's name for it: two callers may choose the same one.
             request_id = f"{request.request_id or 'request'}-{next(self._numbers)}"
-            processed.append(await self.engine.process_request(request_id, prompt, params, priority=request.priority))
+            with naming_prompt(len(processed), len(prompts)):
+                processed.append(
+                    await self.engine.process_request(request_id, prompt, params, priority=request.priority)
+                )
         return processed
 
     def truncate_to(self, request: GenerationRequest) -> int | None:
@@ -147,15 +149,3 @@ class UsageCounter:
         """So far."""
         details = PromptTokensDetails(sum(self._cached.values())) if self._with_details else None
         return Usage(self._num_prompt, self._num_completion, self._num_prompt + self._num_completion, details)
-
-
-__all__ = [
-    "EngineDeadError",
-    "Serving",
-    "TextOrIds",
-    "UsageCounter",
-    "check_completion",
-    "check_num_choices",
-    "new_id",
-    "truncated",
-]

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jaxvllm import cli
-from jaxvllm.config import EngineArgs
+from jaxvllm.engine_args import EngineArgs
 from tests.engine.conftest import write_model
+from tests.engine.fake_executor import SuccessorExecutor
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,16 @@ def test_latency_is_the_time_of_a_batch(folder, tmp_path, capsys):
     assert figures["percentiles"]["50"] == pytest.approx(np.median(figures["latencies"]))
     out = capsys.readouterr().out
     assert f"Avg latency: {figures['avg_latency']} seconds" in out and "99% percentile latency: " in out
+
+
+def test_times_that_are_the_compilers_too_are_called_so(folder, capsys, monkeypatch):
+    monkeypatch.setattr(SuccessorExecutor, "metrics", lambda self: {"late_compiles_total": float(self._num_steps > 5)})
+    for num_warmup, warns in ((0, True), (1, False)):
+        iterations = ("--num-iters", "1", "--num-iters-warmup", str(num_warmup), "--batch-size", "1")
+        assert bench(folder, "latency", *iterations, "--output-len", "9") == 0
+        assert ("1 programs were compiled while this was timed" in capsys.readouterr().err) == warns
+    assert bench(folder, "throughput", "--num-prompts", "1", "--input-len", "9", "--output-len", "9") == 0
+    assert "1 programs were compiled while this was timed" in capsys.readouterr().err
 
 
 def test_bad_sizes_are_one_line(folder, capsys):

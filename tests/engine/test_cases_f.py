@@ -96,7 +96,7 @@ SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "
 
 
 def test_f01_without_compile_ahead_nothing_is_compiled_at_the_start(folder):
-    from jaxvllm.config import EngineArgs
+    from jaxvllm.engine_args import EngineArgs
 
     executor = DeviceExecutor(EngineArgs(folder, device="cpu", **SMALL).create_engine_config(8192))
     called_by: list[threading.Thread] = []

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from jaxvllm import cli
-from jaxvllm.config import EngineArgs
 from jaxvllm.engine import Engine
+from jaxvllm.engine_args import EngineArgs
 from jaxvllm.llm_engine import LLMEngine
 from jaxvllm.sse import DONE, EventReader
 from tests.bench.fake_server import running

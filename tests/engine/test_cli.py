@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from jaxvllm import cli, cli_args
-from jaxvllm.config import EngineArgs
+from jaxvllm.engine_args import EngineArgs
 
 
 @pytest.fixture(autouse=True)

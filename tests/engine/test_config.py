@@ -1,9 +1,10 @@
 """Every argument of vLLM's LLM is applied or refused by name."""
 
+import numpy as np
 import pytest
 
-from jaxvllm.config import EngineArgs, default_limits
 from jaxvllm.device_probe import GpuInfo
+from jaxvllm.engine_args import EngineArgs, default_limits
 from jaxvllm.vllm_args import NOT_BUILT
 
 
@@ -47,11 +48,19 @@ def test_no_argument_is_both_applied_and_refused():
         ({"load_format": "pt"}, "load_format='pt' must be one of"),
         ({"scheduling_policy": "lifo"}, "scheduling_policy='lifo'"),
         ({"num_gpu_blocks_override": 1}, "null block"),
+        ({"max_model_len": 1}, "max_model_len=1 must be at least 2"),
+        ({"seed": -1}, "seed=-1 must be in"),
+        ({"seed": 2**64}, "seed=18446744073709551616 must be in"),
     ],
 )
 def test_bad_value_is_refused_with_value_and_range(kwargs, message):
     with pytest.raises(ValueError, match=message):
         EngineArgs(**kwargs)
+
+
+def test_numbers_of_numpy_become_pythons_own_which_a_message_to_the_core_can_carry():
+    args = EngineArgs(max_model_len=np.int64(64), gpu_memory_utilization=np.float64(0.5), enforce_eager=False)
+    assert (type(args.max_model_len), type(args.gpu_memory_utilization)) == (int, float)
 
 
 def test_limits_depend_on_the_device_as_in_vllm():

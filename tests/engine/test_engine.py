@@ -139,8 +139,9 @@ def test_bad_prompt_is_refused_and_costs_no_other_request(engine, prompt, messag
     with pytest.raises(ValueError, match=message):
         engine.generate(prompt, use_tqdm=False)
     mixed = ["A", prompt] if not isinstance(prompt, list) or not isinstance(prompt[0], list) else ["A", *prompt]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as raised:
         engine.generate(mixed, use_tqdm=False)
+    assert len(mixed) == 3 or raised.value.__notes__ == ["This is about prompt 1 of 2, counted from 0."]
     assert not engine.llm_engine.has_unfinished_requests()
     assert run(engine, "A", max_tokens=3).text == "BCD"
 
@@ -244,6 +245,13 @@ def test_chat_renders_the_template_and_answers_each_conversation(engine):
     assert [o.prompt for o in two] == ["u:hello\na:", "u:x\ny\na:"]
     own = engine.chat(hello, params, use_tqdm=False, chat_template="{{ messages[0].content }}")
     assert own[0].prompt == "hello"
+    bare = engine.chat(hello, params, use_tqdm=False, chat_template_kwargs={"add_generation_prompt": False})
+    assert bare[0].prompt == "u:hello\n"
+    for template in ("{{ messages + 1 }}", "{{ 1 / 0 }}", "{{ messages[0].content.x() }}", "{{ {}['a'].b }}"):
+        with pytest.raises(ValueError, match="the chat template refuses these messages"):
+            engine.chat(hello, chat_template=template)
+    with pytest.raises(ValueError, match="tools must be a list of dicts"):
+        engine.chat(hello, tools=["add"])
     with pytest.raises(NotImplementedError, match="image_url"):
         engine.chat([{"role": "user", "content": [{"type": "image_url"}]}])
     with pytest.raises(ValueError, match="role"):

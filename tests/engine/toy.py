@@ -35,9 +35,9 @@ def toy_params(seed: int = 0) -> dict[str, jax.Array]:
 
 
 class ToyModel:
-    windows = (None,)
-
     """Attention layers over learned positions; no norm, no MLP."""
+
+    windows = (None,)
 
     def __init__(self, params: dict[str, jax.Array]) -> None:
         self.params = params

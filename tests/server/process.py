@@ -18,7 +18,7 @@ EXECUTORS = "tests.engine.fake_executor"
 START_S = 180.0  # of a machine that compiles much else at once; a process that ends is noticed at once
 SCRIPT = """
 import sys
-from jaxvllm.config import EngineArgs
+from jaxvllm.engine_args import EngineArgs
 if sys.argv[1]:
     EngineArgs.executor = sys.argv[1]
 from jaxvllm import cli

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from jaxvllm import cli
-from jaxvllm.config import EngineArgs
+from jaxvllm.engine_args import EngineArgs
 from jaxvllm.server.cli import engine_args_of, refuse_options, server_config
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.vllm_args import NOT_BUILT
