@@ -23,6 +23,7 @@ from jaxvllm.compile_cache import ProgramKey
 from jaxvllm.config import EngineConfig, lowering_environment
 from jaxvllm.dispatcher import DispatchedStep, Dispatcher
 from jaxvllm.kv_cache import KVCacheSpec, cache_dtype_of, free_device_bytes
+from jaxvllm.layers.layer_context import Attended
 from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_shapes, param_specs
 from jaxvllm.lowering import LoweringProcesses, LoweringTask
 from jaxvllm.model_config import ModelConfig
@@ -224,7 +225,7 @@ def _make_runner(
             model_config.vocab_size,
             backend,
             mesh,
-            hidden_size=model_config.hidden_size,
+            attended=Attended.of_one_token(model_config, is_finished=not model.unroll_layers),
             has_dense_logprobs=needs_dense_logprobs(config.max_logprobs),
             processors=processors,
             strict_compile=compiling.strict,
