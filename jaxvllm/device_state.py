@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
+from jaxvllm.layers.layer_context import Attended
 from scheduler.batch import BatchLimits
 from scheduler.buckets import StepKind
 from scheduler.records import RECORD_WIDTH
 from scheduler.side_buffers import HISTORY_HEADER
 from scheduler.token_lists import list_width
-
-NO_HIDDEN = jax.ShapeDtypeStruct((0, 0), jnp.float32)
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -30,13 +29,13 @@ class DeviceState:
     token_ids: jax.Array  # i32[max_num_seqs, max_model_len] by position; the last one is the next decode step's input
     records: jax.Array  # i32[max_num_seqs, RECORD_WIDTH] see scheduler.records
     token_lists: jax.Array  # i32[max_num_seqs, list_width] see scheduler.token_lists
-    hidden: jax.Array  # [largest T, D] hidden states of the last mixed step, for the logprobs programs; may be empty
+    attended: Attended | None = None  # [largest T] of the last mixed step, for the logprobs programs; None: not kept
 
     @staticmethod
     def shapes(
-        limits: BatchLimits, sharding: Sharding | None = None, hidden: jax.ShapeDtypeStruct = NO_HIDDEN
+        limits: BatchLimits, sharding: Sharding | None = None, attended: Attended | None = None
     ) -> "DeviceState":
-        """The same tree with ShapeDtypeStructs as leaves."""
+        """The same tree with ShapeDtypeStructs as leaves, which those of `attended` are already."""
         rows = limits.max_num_seqs
         shapes = (
             (rows, limits.max_blocks),
@@ -45,20 +44,17 @@ class DeviceState:
             (rows, list_width(limits.num_processor_params)),
         )
         leaves = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes]
-        leaves.append(jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=sharding))
-        return DeviceState(*leaves)  # pyright: ignore[reportArgumentType]
+        return DeviceState(*leaves, attended=attended)  # pyright: ignore[reportArgumentType]
 
     @staticmethod
-    def zeros(
-        limits: BatchLimits, sharding: Sharding | None = None, hidden: jax.ShapeDtypeStruct = NO_HIDDEN
-    ) -> "DeviceState":
-        """All rows empty."""
-        shapes = DeviceState.shapes(limits, hidden=hidden)
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), shapes)
+    def zeros(limits: BatchLimits, sharding: Sharding | None = None, attended: Attended | None = None) -> "DeviceState":
+        """All rows empty; arguments as in `shapes`."""
+        shapes = DeviceState.shapes(limits, sharding, attended)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)
 
     def of_step(self, kind: StepKind) -> "DeviceState":
         """What a step reads or writes. The other leaves are None: the host pays 2 to 3 us for each that passes."""
-        is_unused = ("token_lists",) if kind == "mixed" else ("token_lists", "records", "hidden")
+        is_unused = ("token_lists",) if kind == "mixed" else ("token_lists", "records", "attended")
         return replace(self, **dict.fromkeys(is_unused))
 
     def after_step(self, changed: "DeviceState") -> "DeviceState":
@@ -108,8 +104,11 @@ class DeviceState:
         tables = self.block_tables.at[appends[:, 0], appends[:, 1]].set(appends[:, 2], mode="drop")
         return replace(self, block_tables=tables)
 
-    def store_hidden(self, hidden: jax.Array) -> "DeviceState":
-        """Keep the hidden states [T, D] of a step, if any are kept."""
-        if not self.hidden.size:
+    def keep_attended(self, attended: Attended) -> "DeviceState":
+        """Keep this of the T tokens of a step, if it is kept at all."""
+        if self.attended is None:
             return self
-        return replace(self, hidden=self.hidden.at[: hidden.shape[0]].set(hidden))
+        # Else XLA runs a product once more to have its result here as well.
+        attended = jax.lax.optimization_barrier(attended)
+        kept = jax.tree.map(lambda kept, new: kept.at[: len(new)].set(new), self.attended, attended)
+        return replace(self, attended=kept)

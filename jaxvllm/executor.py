@@ -22,6 +22,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.dispatcher import DispatchedStep, Dispatcher
 from jaxvllm.executor_start import start_lowering
 from jaxvllm.kv_cache import KVCacheSpec, cache_dtype_of, free_device_bytes
+from jaxvllm.layers.layer_context import Attended
 from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_shapes, param_specs
 from jaxvllm.lowering import LoweringTask
 from jaxvllm.lowering_processes import LoweringProcesses
@@ -251,7 +252,7 @@ def _make_runner(
             model_config.vocab_size,
             backend,
             mesh,
-            hidden_size=model_config.hidden_size,
+            attended=Attended.of_one_token(model_config, is_finished=not model.unroll_layers),
             has_dense_logprobs=needs_dense_logprobs(config.max_logprobs),
             processors=processors,
             strict_compile=compiling.strict,

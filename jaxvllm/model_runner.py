@@ -12,14 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxvllm.compile_cache import CompileCache, ProgramKey, SamplingProgram, StoredPrograms, compiler_options
 from jaxvllm.device_state import DeviceState
 from jaxvllm.kv_cache import KVCacheSpec
+from jaxvllm.layers.layer_context import Attended
 from jaxvllm.lowering import import_step
 from jaxvllm.lowering_processes import LoweringProcesses
-from jaxvllm.parallel import kv_cache_sharding, make_mesh, replicated
+from jaxvllm.parallel import heads_sharding, kv_cache_sharding, make_mesh, replicated
 from jaxvllm.program_store import ProgramStore, describe_devices, fingerprint
 from jaxvllm.sampling import LogitsProcessor
 from jaxvllm.step import (
@@ -65,7 +66,8 @@ class RunnerConfig:
       vocab_size: of its logits.
       backend: of the attention ops.
       mesh: the devices; None for the first one alone.
-      hidden_size: of the hidden states kept for prompt logprobs; 0: none are kept, and none can be asked for.
+      attended: one token's share, as shapes, of what mixed steps keep for prompt logprobs; None: nothing is kept, and
+        none can be asked for.
       has_dense_logprobs: whether a request may ask for more than MAX_STEP_LOGPROBS logprobs a position.
       processors: custom logits processors, those of `limits`.
       strict_compile: a compile while serving is an error.
@@ -81,7 +83,7 @@ class RunnerConfig:
     vocab_size: int
     backend: Backend = "reference"
     mesh: Mesh | None = None
-    hidden_size: int = 0
+    attended: Attended | None = None
     has_dense_logprobs: bool = False
     processors: tuple[LogitsProcessor, ...] = ()
     strict_compile: bool = False
@@ -119,8 +121,7 @@ class ModelRunner:
         self.device_state: DeviceState | None = None
         mesh = config.mesh or make_mesh(jax.devices())
         self._replicated = replicated(mesh)
-        num_hidden = max(key.T for key in config.policy.keys()) if config.hidden_size else 0  # noqa: SIM118
-        self._hidden = jax.ShapeDtypeStruct((num_hidden, config.hidden_size), config.kv_cache.dtype)
+        self._attended = _attended_shapes(config, mesh)
         self._pool_sharding = kv_cache_sharding(mesh, config.kv_cache.num_kv_heads)
         self._compiler_options = compiler_options(mesh.devices.flat[0].platform)
         self._devices = list(mesh.devices.flat)
@@ -134,8 +135,7 @@ class ModelRunner:
 
     def param_bytes(self) -> int:
         """Bytes that the weights take on each device."""
-        shapes = jax.tree.leaves(self._param_shapes)
-        return sum(math.prod(p.sharding.shard_shape(p.shape)) * p.dtype.itemsize for p in shapes)
+        return _bytes_on_each_device(self._param_shapes)
 
     def set_params(self, params: Params) -> None:
         """Bring the weights, of the shapes that were announced."""
@@ -158,15 +158,15 @@ class ModelRunner:
         return found + 2 * key.R * self.config.vocab_size * 4
 
     def state_bytes(self) -> int:
-        """Device bytes of the persistent rows and hidden states."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._state_shapes()))
+        """Device bytes of the persistent rows, and of what is kept of a mixed step's tokens."""
+        return _bytes_on_each_device(self._state_shapes())
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool and empty rows."""
         self.set_num_blocks(num_blocks)
         self.kv_cache = self.device_state = None  # there is no room for two pools
         self.kv_cache = self.config.kv_cache.allocate(num_blocks, self._pool_sharding)
-        self.device_state = DeviceState.zeros(self.config.limits, self._replicated, self._hidden)
+        self.device_state = DeviceState.zeros(self.config.limits, self._replicated, self._attended)
 
     def release(self) -> None:
         """Free weights, pool and rows now: the runner and its programs hold each other, which Python finds late."""
@@ -185,7 +185,7 @@ class ModelRunner:
             keys.append("admit")
         keys.append("admit_lists")
         keys.append("admit_history")
-        if self.config.hidden_size:
+        if self.config.attended is not None:
             keys.append("logprobs")
             if self.config.has_dense_logprobs:
                 keys.append("dense_logprobs")
@@ -241,10 +241,10 @@ class ModelRunner:
         return token_ids, logprobs
 
     def _compute_logprobs(self, plan: LogprobPlan | None) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Dispatch the logprobs programs for the step just dispatched, before the next one takes its hidden states."""
+        """Dispatch the logprobs programs for the step just dispatched, before the next one takes what it left."""
         if plan is None or not plan.ranges:
             return [], []
-        assert self.config.hidden_size, "hidden states are kept"
+        assert self.config.attended is not None, "what they take is kept"
         return (
             self._call_logprobs("logprobs", plan.chunks(LOGPROB_POSITIONS, is_dense=False)),
             self._call_logprobs("dense_logprobs", plan.chunks(DENSE_POSITIONS, is_dense=True)),
@@ -252,8 +252,8 @@ class ModelRunner:
 
     def _call_logprobs(self, key: ProgramKey, chunks: Iterator[np.ndarray]) -> list[jax.Array]:
         assert self.device_state is not None
-        hidden = self.device_state.hidden
-        return [self.programs.get(key)(self._params, hidden, positions) for positions in chunks]
+        attended = self.device_state.attended
+        return [self.programs.get(key)(self._params, attended, positions) for positions in chunks]
 
     def _fingerprint(self, key: ProgramKey) -> str:
         return fingerprint(self._fixed_parts | {"key": key, "num_blocks": self._num_blocks})
@@ -261,9 +261,9 @@ class ModelRunner:
     @cached_property
     def _fixed_parts(self) -> dict[str, str]:
         """What all programs of this runner depend on, besides code and libraries."""
-        names = ("limits", "kv_cache", "num_heads", "vocab_size", "backend", "hidden_size", "model")
+        names = ("limits", "kv_cache", "num_heads", "vocab_size", "backend", "model")
         parts = {name: getattr(self.config, name) for name in names} | describe_devices(self._devices)
-        parts |= {"params": self._param_shapes, "options": self._compiler_options, "hidden": self._hidden}
+        parts |= {"params": self._param_shapes, "options": self._compiler_options, "attended": self._attended}
         return {name: repr(part) for name, part in parts.items()}
 
     def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
@@ -278,17 +278,17 @@ class ModelRunner:
             "admit_history": (admit_history_step, HISTORY_PIECES_PER_CALL, len(HISTORY_HEADER) + HISTORY_PIECE),
         }[key]
         # A program that changes device rows before a step.
-        jitted = jax.jit(change, donate_argnums=0, out_shardings=self._replicated)
-        return jitted.lower(self._state_shapes(), self._host_array(*shape))
+        state = self._state_shapes()
+        jitted = jax.jit(change, donate_argnums=0, out_shardings=_shardings(state))
+        return jitted.lower(state, self._host_array(*shape))
 
     def _lower_logprobs(self, is_dense: bool) -> jax.stages.Lowered:
-        hidden = jax.ShapeDtypeStruct(self._hidden.shape, self._hidden.dtype, sharding=self._replicated)
         num_positions = DENSE_POSITIONS if is_dense else LOGPROB_POSITIONS
         jitted = jax.jit(make_logprobs(self._bind, is_dense, self.config.backend), out_shardings=self._replicated)
-        return jitted.lower(self._param_shapes, hidden, self._host_array(num_positions, len(POSITION_FIELDS)))
+        return jitted.lower(self._param_shapes, self._attended, self._host_array(num_positions, len(POSITION_FIELDS)))
 
     def _state_shapes(self) -> DeviceState:
-        return DeviceState.shapes(self.config.limits, self._replicated, self._hidden)
+        return DeviceState.shapes(self.config.limits, self._replicated, self._attended)
 
     def step_and_args(self, key: BucketKey | SamplingProgram) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The function of a step, or of what may follow it, and the shapes of its arguments."""
@@ -322,9 +322,31 @@ class ModelRunner:
             # sample: token_ids, which the tokens are entered into.
             donated = {"process": (), "mask": (0,), "sample": (len(args) - 1,)}[key.kind]
             return jax.jit(step, donate_argnums=donated, out_shardings=self._replicated).lower(*args)
-        out_shardings = (self._replicated, self._pool_sharding, self._replicated)
+        out_shardings = (self._replicated, self._pool_sharding, _shardings(args[2]))
         return jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings).lower(*args)
 
     def _host_array(self, *shape: int) -> jax.ShapeDtypeStruct:
         """An int32 array that comes from the host with every step."""
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._replicated)
+
+
+def _attended_shapes(config: RunnerConfig, mesh: Mesh) -> Attended | None:
+    """What is kept of a mixed step's tokens, for as many as the largest bucket has, and where it lies."""
+    if config.attended is None:
+        return None
+    num_tokens = max(key.T for key in config.policy.keys())  # noqa: SIM118
+
+    def shape(one: Any, sharding: NamedSharding) -> Any:
+        return None if one is None else jax.ShapeDtypeStruct((num_tokens, *one.shape), one.dtype, sharding=sharding)
+
+    split = heads_sharding(mesh, config.kv_cache.num_kv_heads)
+    return Attended(shape(config.attended.heads, split), shape(config.attended.residual, replicated(mesh)))
+
+
+def _shardings(shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, shapes)
+
+
+def _bytes_on_each_device(shapes: Any) -> int:
+    leaves = jax.tree.leaves(shapes)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

@@ -30,6 +30,15 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def kv_cache_sharding(mesh: Mesh, num_kv_heads: int) -> NamedSharding:
     """The KV pool split by kv heads, as the projections are; whole on every device where they do not divide."""
+    return _split_by_kv_heads(mesh, num_kv_heads, _KV_HEADS_AXIS)
+
+
+def heads_sharding(mesh: Mesh, num_kv_heads: int) -> NamedSharding:
+    """What attention gives, [T, N * H], split as the pool is."""
+    return _split_by_kv_heads(mesh, num_kv_heads, 1)
+
+
+def _split_by_kv_heads(mesh: Mesh, num_kv_heads: int, axis: int) -> NamedSharding:
     if num_kv_heads % mesh.shape[TENSOR_AXIS]:
         return replicated(mesh)
-    return NamedSharding(mesh, PartitionSpec(*[None] * _KV_HEADS_AXIS, TENSOR_AXIS))
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, TENSOR_AXIS))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.device_state import DeviceState
+from jaxvllm.layers.layer_context import Attended
 from jaxvllm.layers.parameter import Weight
 from jaxvllm.sampling import (
     LogitsProcessor,
@@ -44,12 +45,12 @@ class Model(Protocol):
 
     def __call__(
         self, input_ids: jax.Array, positions: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata
-    ) -> tuple[jax.Array, jax.Array]:
-        """Hidden states [T, D] and the cache with the step's keys and values."""
+    ) -> tuple[Attended, jax.Array]:
+        """What compute_logits goes on from, for T tokens, and the cache with the step's keys and values."""
         ...
 
-    def compute_logits(self, hidden: jax.Array) -> jax.Array:
-        """f32[R, V] of [R, D]."""
+    def compute_logits(self, attended: Attended, backend: Backend = "reference") -> jax.Array:
+        """f32[R, V] of R tokens; `backend` is the step's where they are all of its tokens."""
         ...
 
 
@@ -94,13 +95,12 @@ def make_step(
             device_state = device_state.admit(plan["admits"])
         device_state = device_state.append_blocks(plan["block_appends"])
         model = bind(params)
-        hidden, kv_cache = run_model(model, plan, device_state, kv_cache, key, backend, num_heads)
+        attended, kv_cache = run_model(model, plan, device_state, kv_cache, key, backend, num_heads)
         if key.kind == "mixed":
-            device_state = device_state.store_hidden(hidden)
-            # XLA has the last product write there, and with another reader of it would run it twice.
-            hidden = device_state.hidden if device_state.hidden.size else hidden
-            hidden = hidden[plan["logits_indices"]]
-        logits = model.compute_logits(hidden)  # row i of a decode step is token i
+            device_state = device_state.keep_attended(attended)
+            logits = model.compute_logits(attended.take(plan["logits_indices"]))
+        else:
+            logits = model.compute_logits(attended, backend)  # row i is token i
         token_ids = greedy(logits)
         rows = jnp.stack([plan["rows"], plan["seq_lens"], plan["needs_sample"]])
         token_store = store_tokens(device_state.token_ids, rows, token_ids)
@@ -186,13 +186,13 @@ def run_model(
     key: BucketKey,
     backend: Backend,
     num_heads: int,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Attended, jax.Array]:
     """Forward pass of a step whose changes are in device_state already.
 
     Args:
       plan: the unpacked buffer.
 
-    Returns: hidden states [T, D] and the cache.
+    Returns: see Model.
     """
     metadata = _attention_metadata(plan, device_state, key, backend)
     metadata = metadata.with_work(num_heads, kv_cache, model.windows)
@@ -223,12 +223,12 @@ def make_logprobs(bind: Callable[[Params], Model], is_dense: bool, backend: Back
       backend: of the attention ops.
 
     Returns:
-      logprobs(params, hidden [T, D], positions i32[C, 3]) -> i32[C, LOGPROBS_WIDTH], or f32[C, V] if is_dense.
+      logprobs(params, attended, positions i32[C, 3]) -> i32[C, LOGPROBS_WIDTH], or f32[C, V] if is_dense.
     """
 
-    def logprobs(params: Params, hidden: jax.Array, positions: jax.Array) -> jax.Array:
+    def logprobs(params: Params, attended: Attended, positions: jax.Array) -> jax.Array:
         index, target, num_logprobs = (positions[:, i] for i in range(len(POSITION_FIELDS)))
-        logits = bind(params).compute_logits(hidden[index])
+        logits = bind(params).compute_logits(attended.take(index))
         if is_dense:
             return jax.nn.log_softmax(logits, axis=-1)
         return position_logprobs(logits, target, num_logprobs, backend)

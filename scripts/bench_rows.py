@@ -30,7 +30,7 @@ from kernel_trace import trace_kernels
 
 from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.compile_cache import compiler_options
-from jaxvllm.layers import run_layers
+from jaxvllm.layers import layer_context
 from jaxvllm.layers.parameter import bind, param_specs
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.model_source import resolve
@@ -86,26 +86,26 @@ STEPS = (
 
 
 def compile_all(config: ModelConfig, params: Any, cache: jax.ShapeDtypeStruct) -> dict[Step, Variants]:
-    """The layers of every step as each variant has them: (cache, params, ids, positions, metadata) -> cache, hidden."""
+    """The layers of every step as each variant has them: (cache, params, ids, positions, metadata) -> cache, result."""
     model = get_model_class(config.architecture)(config, unroll_layers=True)
 
     def forward(kv_cache: jax.Array, params: Any, ids: jax.Array, positions: jax.Array, metadata: Any) -> tuple:
         metadata = metadata.with_work(config.num_heads, kv_cache)
-        hidden, kv_cache = bind(model, params)(ids, positions, kv_cache, metadata)
-        return kv_cache, hidden
+        attended, kv_cache = bind(model, params)(ids, positions, kv_cache, metadata)
+        return kv_cache, attended.heads  # unrolled: the last layer ends there
 
     mosaic_matmul.MIN_PREFERRED_ROWS = 0
-    by_shape = run_layers.prefers_matmul_kernel
+    by_shape = layer_context.prefers_matmul_kernel
     jobs: dict[Step, Variants] = {step: {} for step in STEPS}
     with ThreadPoolExecutor(len(STEPS) * len(VARIANTS)) as pool:
         for variant in VARIANTS:
-            run_layers.prefers_matmul_kernel = by_shape if variant == "kernels" else lambda *_: False
+            layer_context.prefers_matmul_kernel = by_shape if variant == "kernels" else lambda *_: False
             for step in STEPS:
                 assert step.num_tokens > FEW_ROWS, "few rows have kernels of their own"
                 lowered = jax.jit(partial(forward), donate_argnums=0).lower(cache, params, *step.arguments())
                 jobs[step][variant] = pool.submit(lowered.compile, compiler_options("gpu"))
                 jax.clear_caches()  # else the layer that was traced for another variant is taken again
-    run_layers.prefers_matmul_kernel = by_shape
+    layer_context.prefers_matmul_kernel = by_shape
     return {step: {variant: job.result() for variant, job in of_step.items()} for step, of_step in jobs.items()}
 
 

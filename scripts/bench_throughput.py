@@ -98,10 +98,10 @@ def time_workload(engine: Engine, model: str, kind: str, repeats: int, temperatu
 def make_three_step_executor(config: EngineConfig) -> "Executor":
     """For the core's process: the engine's own executor, and a core with up to three steps in flight."""
     import jaxvllm.core  # late: the front end imports no core
-    import jaxvllm.executor
+    from jaxvllm.executor_start import make_executor
 
     jaxvllm.core.MAX_STEPS_IN_FLIGHT = 3  # the core is made behind its executor
-    return jaxvllm.executor.make_executor(config)
+    return make_executor(config)
 
 
 def check_backend(model: str) -> dict:

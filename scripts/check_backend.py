@@ -84,8 +84,8 @@ class LogitsRunner:
             state = state.admit(plan["admits"])
         state = state.append_blocks(plan["block_appends"])
         model = bind(self.model, params)
-        hidden, kv_cache = run_model(model, plan, state, kv_cache, key, self.backend, self.num_heads)  # type: ignore[arg-type]
-        return model.compute_logits(hidden[plan["logits_indices"]]), kv_cache, state
+        attended, kv_cache = run_model(model, plan, state, kv_cache, key, self.backend, self.num_heads)  # type: ignore[arg-type]
+        return model.compute_logits(attended.take(plan["logits_indices"])), kv_cache, state
 
 
 def make_runners(name: str, requested: str | None, limits: BatchLimits) -> dict[str, LogitsRunner]:

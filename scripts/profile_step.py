@@ -30,6 +30,7 @@ from jaxvllm.attention_backend import choose_backend
 from jaxvllm.core_process import SWITCH_INTERVAL_S
 from jaxvllm.dispatcher import Dispatcher
 from jaxvllm.kv_cache import KVCacheSpec
+from jaxvllm.layers.layer_context import Attended
 from jaxvllm.layers.parameter import bind, param_specs
 from jaxvllm.model_runner import ModelRunner, RunnerConfig
 from jaxvllm.model_source import resolve
@@ -83,7 +84,7 @@ class Loop:
                 config.num_heads,
                 config.vocab_size,
                 backend,
-                hidden_size=config.hidden_size,
+                attended=Attended.of_one_token(config, is_finished=not model.unroll_layers),
             ),
         )
         self.runner.initialize_kv_cache(blocks)

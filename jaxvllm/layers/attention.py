@@ -4,9 +4,9 @@ import jax
 from flax import nnx
 
 from jaxvllm.layers.kv_scale import declare_kv_scale
+from jaxvllm.layers.layer_context import LayerContext
 from jaxvllm.layers.linear import OutputProjection, QKVProjection
 from jaxvllm.layers.norm import RMSNorm
-from jaxvllm.layers.run_layers import LayerContext
 from jaxvllm.model_config import ModelConfig
 from pallas_kernels import HeadNorm, paged_attention, rope_and_write_kv, rope_write_and_attend
 

@@ -6,10 +6,12 @@ from flax import nnx
 
 from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.layers.embedding import Embedding
+from jaxvllm.layers.layer_context import Attended, LayerInputs, LayerKinds
 from jaxvllm.layers.norm import RMSNorm
 from jaxvllm.layers.parameter import stack_layers
-from jaxvllm.layers.run_layers import LayerInputs, LayerKinds, default_unroll, run_layers
+from jaxvllm.layers.run_layers import default_unroll, finish_layers, run_layers
 from jaxvllm.model_config import ModelConfig
+from pallas_kernels import Backend
 
 
 class CausalLM(nnx.Module):
@@ -58,26 +60,32 @@ class CausalLM(nnx.Module):
 
     def __call__(
         self, input_ids: jax.Array, positions: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata
-    ) -> tuple[jax.Array, jax.Array]:
-        """Run the step's tokens through all layers.
+    ) -> tuple[Attended, jax.Array]:
+        """Run the step's tokens through all layers up to the last one's attention.
 
         Args:
           input_ids, positions: i32[T]; pads hold 0.
           kv_cache: see pallas_kernels.rope_and_write_kv; consumed.
 
-        Returns: hidden states [T, D], not normed yet, and the cache with the step's keys and values.
+        Returns: what compute_logits goes on from, for T tokens, and the cache with the step's keys and values.
         """
         hidden = self.embed_tokens(input_ids)
         if self.embedding_scale is not None:
             hidden = hidden * jnp.asarray(self.embedding_scale, hidden.dtype)
         inputs = LayerInputs.make(self.layer_kinds, self.head_dim, positions, metadata)
-        hidden, kv_cache = run_layers(
-            self.layers, hidden, kv_cache, inputs, self.layer_kinds.of_layer, unroll=self.unroll_layers
-        )
-        return hidden, kv_cache
+        kinds = self.layer_kinds.of_layer
+        return run_layers(self.layers, hidden, kv_cache, inputs, kinds, unroll=self.unroll_layers)
 
-    def compute_logits(self, hidden: jax.Array) -> jax.Array:
-        """f32[R, V] of hidden states [R, D]. The last norm is of these rows alone: a step of many tokens wants few."""
+    def compute_logits(self, attended: Attended, backend: Backend = "reference") -> jax.Array:
+        """The rest of the last layer and the logits: for few of a step's tokens, if few are wanted.
+
+        Args:
+          attended: of R tokens.
+          backend: see finish_layers.
+
+        Returns: f32[R, V].
+        """
+        hidden = finish_layers(self.layers, attended, backend=backend)
         logits = (self.lm_head or self.embed_tokens).logits(self.norm(hidden))
         if self.logit_soft_cap is not None:
             logits = self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)

@@ -6,10 +6,10 @@ import jax
 from flax import nnx
 
 from jaxvllm.layers.attention import Attention
+from jaxvllm.layers.layer_context import Hidden, LayerContext, Products
 from jaxvllm.layers.linear import OutputProjection, QKVProjection
 from jaxvllm.layers.mlp import GatedMLP
 from jaxvllm.layers.norm import RMSNorm
-from jaxvllm.layers.run_layers import Hidden, LayerContext
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.models.causal_lm import CausalLM
 from jaxvllm.models.llama import LAYER_PREFIX
@@ -38,14 +38,17 @@ class GemmaDecoderLayer(nnx.Module):
         )
         self.mlp = GatedMLP(config, f"{LAYER_PREFIX}.mlp")
 
-    def __call__(self, hidden: Hidden, kv_cache: jax.Array, context: LayerContext) -> tuple[Hidden, jax.Array]:
-        """The layer, and the cache; the cache given is consumed."""
-        x = hidden.x
-        qkv = context.project(x, (self.self_attn.qkv_proj.stage(norm=self.input_layernorm),))
-        attended, kv_cache = self.self_attn(qkv, kv_cache, context)
-        x = x + self.post_attention_layernorm(context.project(attended, (self.self_attn.o_proj.stage(),)))
-        fed = context.project(x, self.mlp.stages(norm=self.pre_feedforward_layernorm))
-        return Hidden(x + self.post_feedforward_layernorm(fed)), kv_cache
+    def attend(self, hidden: Hidden, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
+        """See run_layers."""
+        qkv = context.products.project(hidden.x, (self.self_attn.qkv_proj.stage(norm=self.input_layernorm),))
+        return self.self_attn(qkv, kv_cache, context)
+
+    def finish(self, heads: jax.Array, residual: jax.Array, products: Products) -> Hidden:
+        """See run_layers."""
+        projected = products.project(heads, (self.self_attn.o_proj.stage(),))
+        x = residual + self.post_attention_layernorm(projected)
+        fed = products.project(x, self.mlp.stages(norm=self.pre_feedforward_layernorm))
+        return Hidden(x + self.post_feedforward_layernorm(fed))
 
 
 class Gemma2ForCausalLM(CausalLM):

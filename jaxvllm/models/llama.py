@@ -6,10 +6,10 @@ import jax
 from flax import nnx
 
 from jaxvllm.layers.attention import Attention
+from jaxvllm.layers.layer_context import Hidden, LayerContext, Products
 from jaxvllm.layers.linear import OutputProjection, QKVProjection
 from jaxvllm.layers.mlp import GatedMLP
 from jaxvllm.layers.norm import RMSNorm
-from jaxvllm.layers.run_layers import Hidden, LayerContext
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.models.causal_lm import CausalLM
 from pallas_kernels import MatmulStage
@@ -39,11 +39,13 @@ class LlamaDecoderLayer(nnx.Module):
         feed_forward = self.mlp.stages(norm=self.post_attention_layernorm, adds_residual=True)
         return (self.self_attn.o_proj.stage(adds_residual=True), *feed_forward)
 
-    def __call__(self, hidden: Hidden, kv_cache: jax.Array, context: LayerContext) -> tuple[Hidden, jax.Array]:
-        """The layer, and the cache; the cache given is consumed."""
-        qkv = context.begin(hidden, self.first_stages())
-        attended, kv_cache = self.self_attn(qkv, kv_cache, context)
-        return context.end(attended, self.last_stages(), hidden.x), kv_cache
+    def attend(self, hidden: Hidden, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
+        """See run_layers."""
+        return self.self_attn(context.products.begin(hidden, self.first_stages()), kv_cache, context)
+
+    def finish(self, heads: jax.Array, residual: jax.Array, products: Products) -> Hidden:
+        """See run_layers."""
+        return products.end(heads, self.last_stages(), residual)
 
 
 def llama_layer(config: ModelConfig, *, qk_norm: bool = False) -> LlamaDecoderLayer:

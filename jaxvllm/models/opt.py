@@ -6,12 +6,14 @@ from flax import nnx
 from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.layers.attention import Attention
 from jaxvllm.layers.embedding import Embedding
+from jaxvllm.layers.layer_context import Attended, Hidden, LayerContext, LayerInputs, LayerKinds, Products
 from jaxvllm.layers.linear import Linear, OutputProjection, QKVProjection
 from jaxvllm.layers.mlp import activation
 from jaxvllm.layers.norm import LayerNorm
 from jaxvllm.layers.parameter import stack_layers
-from jaxvllm.layers.run_layers import Hidden, LayerContext, LayerInputs, LayerKinds, default_unroll, run_layers
+from jaxvllm.layers.run_layers import default_unroll, finish_layers, run_layers
 from jaxvllm.model_config import ModelConfig
+from pallas_kernels import Backend
 
 _PREFIX = "model.decoder"
 _LAYER_PREFIX = f"{_PREFIX}.layers.{{layer}}"
@@ -40,18 +42,20 @@ class OPTDecoderLayer(nnx.Module):
         self.fc2 = Linear(ffn, hidden, f"{_LAYER_PREFIX}.fc2", axes=(None, "ffn"), **linear)
         self.final_layer_norm = LayerNorm(hidden, f"{_LAYER_PREFIX}.final_layer_norm", **options)
 
-    def __call__(self, hidden: Hidden, kv_cache: jax.Array, context: LayerContext) -> tuple[Hidden, jax.Array]:
-        """The layer, and the cache; the cache given is consumed."""
-        x = hidden.x
-        normed = self.self_attn_layer_norm(x) if self.norm_before else x
-        qkv = context.project(normed, (self.self_attn.qkv_proj.stage(),))
-        attended, kv_cache = self.self_attn(qkv, kv_cache, context)
-        x = context.project(attended, (self.self_attn.o_proj.stage(adds_residual=True),), x)
+    def attend(self, hidden: Hidden, kv_cache: jax.Array, context: LayerContext) -> tuple[jax.Array, jax.Array]:
+        """See run_layers."""
+        normed = self.self_attn_layer_norm(hidden.x) if self.norm_before else hidden.x
+        return self.self_attn(context.products.project(normed, (self.self_attn.qkv_proj.stage(),)), kv_cache, context)
+
+    def finish(self, heads: jax.Array, residual: jax.Array, products: Products) -> Hidden:
+        """See run_layers."""
+        o_proj = self.self_attn.o_proj.stage(adds_residual=True)
+        x = products.project(heads, (o_proj,), residual)
         x = x if self.norm_before else self.self_attn_layer_norm(x)
         normed = self.final_layer_norm(x) if self.norm_before else x
         feed_forward = (self.fc1.stage(activation=self.activation), self.fc2.stage(adds_residual=True))
-        x = context.project(normed, feed_forward, x)
-        return Hidden(x if self.norm_before else self.final_layer_norm(x)), kv_cache
+        x = products.project(normed, feed_forward, x)
+        return Hidden(x if self.norm_before else self.final_layer_norm(x))
 
 
 class OPTForCausalLM(nnx.Module):
@@ -91,19 +95,21 @@ class OPTForCausalLM(nnx.Module):
 
     def __call__(
         self, input_ids: jax.Array, positions: jax.Array, kv_cache: jax.Array, metadata: AttentionMetadata
-    ) -> tuple[jax.Array, jax.Array]:
-        """Run the step's tokens through all layers; arguments and result as in CausalLM, with [T, embedding width]."""
+    ) -> tuple[Attended, jax.Array]:
+        """See CausalLM."""
         hidden = self.embed_tokens(input_ids)
         if self.project_in is not None:
             hidden = self.project_in(hidden)
         hidden = hidden + self.embed_positions(positions + _POSITION_OFFSET)
         inputs = LayerInputs.make(self.layer_kinds, self.head_dim, positions, metadata)
         kinds = self.layer_kinds.of_layer
-        hidden, kv_cache = run_layers(self.layers, hidden, kv_cache, inputs, kinds, unroll=self.unroll_layers)
+        return run_layers(self.layers, hidden, kv_cache, inputs, kinds, unroll=self.unroll_layers)
+
+    def compute_logits(self, attended: Attended, backend: Backend = "reference") -> jax.Array:
+        """See CausalLM."""
+        hidden = finish_layers(self.layers, attended, backend=backend)
         if self.final_layer_norm is not None:
             hidden = self.final_layer_norm(hidden)
-        return hidden if self.project_out is None else self.project_out(hidden), kv_cache
-
-    def compute_logits(self, hidden: jax.Array) -> jax.Array:
-        """f32[R, V] of hidden states [R, embedding width]."""
+        if self.project_out is not None:
+            hidden = self.project_out(hidden)
         return (self.lm_head or self.embed_tokens).logits(hidden)

@@ -11,6 +11,7 @@ from jaxvllm.config import EngineConfig, MemoryConfig
 from jaxvllm.core import EngineCore
 from jaxvllm.core_messages import EngineCoreRequest
 from jaxvllm.dispatcher import DispatchedStep, Dispatcher
+from jaxvllm.layers.layer_context import Attended
 from jaxvllm.model_runner import ModelRunner
 from scheduler.batch import BatchLimits
 from scheduler.buckets import explicit
@@ -34,7 +35,12 @@ Ended = dict[str, tuple[list[int], str]]  # request id -> output ids, finish rea
 @functools.cache
 def shared_runner() -> ModelRunner:
     return tiny_llama.make_runner(
-        LIMITS, POLICY, NUM_BLOCKS, hidden_size=64, has_dense_logprobs=True, processors=(favour,)
+        LIMITS,
+        POLICY,
+        NUM_BLOCKS,
+        attended=Attended.of_one_token(tiny_llama.CONFIG, is_finished=True),
+        has_dense_logprobs=True,
+        processors=(favour,),
     )
 
 

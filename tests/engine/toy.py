@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.kv_cache import KVCacheSpec
+from jaxvllm.layers.layer_context import Attended
 from jaxvllm.model_runner import ModelRunner, RunnerConfig
 from pallas_kernels import paged_attention, rope_and_write_kv
 from scheduler.batch import BatchLimits
@@ -53,11 +54,12 @@ class ToyModel:
             q, kv_cache = rope_and_write_kv(qkv, kv_cache, m.slot_mapping, layer, backend=m.backend)
             rows = (m.block_tables, m.seq_lens, m.query_start_loc, m.num_decodes, m.num_reqs)
             options = {"scale": HEAD_DIM**-0.5, "kind": m.kind, "backend": m.backend}
-            x = x + paged_attention(q, kv_cache, layer, *rows, **options).reshape(-1, HIDDEN) @ p["o"][i]
-        return x, kv_cache
+            attended = Attended(paged_attention(q, kv_cache, layer, *rows, **options).reshape(-1, HIDDEN), x)
+            x = x + attended.heads @ p["o"][i]
+        return attended, kv_cache
 
-    def compute_logits(self, hidden):
-        return hidden @ self.params["head"]
+    def compute_logits(self, attended, backend="reference"):
+        return (attended.residual + attended.heads @ self.params["o"][-1]) @ self.params["head"]
 
 
 def make_runner(limits: BatchLimits, policy: BucketPolicy, num_blocks: int, **options) -> ModelRunner:

@@ -24,7 +24,9 @@ def lowered_step(architecture: str, num_rows: int) -> str:
 
     def forward(params, ids, kv_cache, metadata):
         metadata = metadata.with_work(config.num_heads, kv_cache)
-        return bind(model, params)(ids, ids, kv_cache, metadata)
+        bound = bind(model, params)
+        attended, kv_cache = bound(ids, ids, kv_cache, metadata)
+        return bound.compute_logits(attended, metadata.backend), kv_cache
 
     params = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in param_specs(model).items()}
     cache = jax.ShapeDtypeStruct((2, 11, 2, config.num_kv_heads, 16, config.head_dim), jnp.bfloat16)
@@ -80,7 +82,8 @@ def test_a_step_through_the_kernels_is_the_step_of_the_reference():
 
         def forward(params, ids, kv_cache, metadata):
             metadata = metadata.with_work(config.num_heads, kv_cache)
-            return bind(model, params)(ids, lens, kv_cache, metadata)[0]
+            bound = bind(model, params)
+            return bound.compute_logits(bound(ids, lens, kv_cache, metadata)[0], backend)
 
         ids = np.arange(ROWS, dtype=np.int32) + 3
         return np.asarray(jax.jit(forward)(params, ids, cache, metadata)[:3], np.float32)

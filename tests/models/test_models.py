@@ -1,11 +1,15 @@
 """What holds for every model without its weights: dtypes, names, where the weights lie on a mesh."""
 
+import math
+
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxvllm.attention_metadata import AttentionMetadata
+from jaxvllm.layers.layer_context import Attended
 from jaxvllm.layers.parameter import bind, param_specs
 from jaxvllm.layers.rope import inverse_frequencies
 from jaxvllm.model_config import ModelConfig
@@ -49,16 +53,55 @@ def test_activations_and_cache_keep_the_dtype_of_the_weights_and_logits_are_floa
 
     def forward(params, ids, kv_cache, metadata):
         bound = bind(model, params)
-        hidden, kv_cache = bound(ids, ids, kv_cache, metadata)
-        return hidden, kv_cache, bound.compute_logits(hidden[:R])
+        attended, kv_cache = bound(ids, ids, kv_cache, metadata)
+        return attended, kv_cache, bound.compute_logits(attended.take(ids[:R]))
 
     params = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in param_specs(model).items()}
     cache = jax.ShapeDtypeStruct((3, 11, 2, config.num_kv_heads, 16, 10), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((T,), jnp.int32)
-    hidden, new_cache, logits = jax.eval_shape(forward, params, ids, cache, metadata())
-    assert (hidden.shape, hidden.dtype) == ((T, 42), jnp.bfloat16)
+    attended, new_cache, logits = jax.eval_shape(forward, params, ids, cache, metadata())
+    of_one = Attended.of_one_token(config, is_finished=not unroll_layers)
+    assert jax.tree.map(lambda kept: (kept.shape, kept.dtype), attended) == jax.tree.map(
+        lambda one: ((T, *one.shape), one.dtype), of_one
+    )
     assert (new_cache.shape, new_cache.dtype) == (cache.shape, cache.dtype)
     assert (logits.shape, logits.dtype) == ((R, 131), jnp.float32)
+
+
+def products(jaxpr) -> list[tuple[int, int]]:
+    """Rows, and elements of the weight, of each product with a weight."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general" and equation.params["dimension_numbers"][1] == ((), ()):
+            rows = next(size for size in equation.outvars[0].aval.shape if size in (T, R))
+            [weight] = [x.aval for x in equation.invars if rows not in x.aval.shape]
+            found.append((rows, weight.size))
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            found += products(inner)
+    return found
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_what_lies_behind_the_last_attention_is_computed_for_rows_with_logits_alone(architecture):
+    config = config_of(architecture)
+    model = get_model_class(architecture)(config, unroll_layers=True)
+
+    def forward(params, ids, kv_cache, metadata, rows):
+        bound = bind(model, params)
+        attended, kv_cache = bound(ids, ids, kv_cache, metadata)
+        return bound.compute_logits(attended.take(rows)), kv_cache
+
+    specs = param_specs(model)
+    params = {name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in specs.items()}
+    cache = jax.ShapeDtypeStruct((3, 11, 2, config.num_kv_heads, 16, 10), jnp.bfloat16)
+    ids, rows = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (T, R))
+    found = products(jax.make_jaxpr(forward)(params, ids, cache, metadata(), rows).jaxpr)
+    matrices = [name for name, spec in specs.items() if name.endswith("weight") and len(spec.shape) > 2]
+    of_layer = sum(math.prod(specs[name].shape[1:]) for name in matrices)
+    qkv = math.prod(specs["layers.self_attn.qkv_proj.weight"].shape[1:])
+    behind = of_layer - qkv
+    assert sum(size for rows, size in found if rows == T) == 3 * qkv + 2 * behind
+    assert sum(size for rows, size in found if rows == R) == behind + config.vocab_size * config.hidden_size
 
 
 def test_an_unknown_architecture_lists_what_is_supported():

@@ -104,8 +104,8 @@ class PagedDriver:
 
 def _step(model, params, kv_cache, input_ids, positions, metadata):
     bound = bind(model, params)
-    hidden, kv_cache = bound(input_ids, positions, kv_cache, metadata)
-    return bound.compute_logits(hidden), kv_cache
+    attended, kv_cache = bound(input_ids, positions, kv_cache, metadata)
+    return bound.compute_logits(attended), kv_cache
 
 
 def _shape_of(array: jax.Array | np.ndarray) -> jax.ShapeDtypeStruct:

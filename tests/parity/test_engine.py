@@ -8,6 +8,7 @@ import pytest
 
 from jaxvllm import Engine, SamplingParams
 from jaxvllm.metrics import HELP
+from jaxvllm.models import causal_lm, opt
 from tests.engine.tokenizers_fixture import k_bytes
 from tests.parity.tiny_models import TinyModel, tiny_model
 
@@ -75,3 +76,38 @@ def test_greedy_ids_equal_those_of_transformers_under_pressure(tiny, folder, asy
     assert metrics["vllm:num_preemptions"] >= 3
     assert metrics["vllm:prefix_cache_hits"] >= 5 * BLOCK_SIZE
     assert metrics["jaxvllm:num_programs"] == metrics["jaxvllm:late_compiles"] <= 6
+
+
+WITH_LOGPROBS = {
+    "norm behind, narrow embedding": (
+        "OPTConfig",
+        {"ffn_dim": 58, "word_embed_proj_dim": 30, "head_dim": None, "num_key_value_heads": None}
+        | {"do_layer_norm_before": False},
+        {},
+        1e-4,
+    ),
+    "8-bit cache": ("LlamaConfig", {}, {"kv_cache_dtype": "fp8"}, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", WITH_LOGPROBS)
+def test_prompt_logprobs_in_chunks_are_those_of_transformers(name, tmp_path, monkeypatch):
+    """By programs that end the last layer themselves, as on a GPU."""
+    for module in (causal_lm, opt):
+        monkeypatch.setattr(module, "default_unroll", lambda: True)
+    config, changes, options, tolerance = WITH_LOGPROBS[name]
+    model = tiny_model(config, vocab_size=264, **changes)
+    model.torch_model.save_pretrained(tmp_path)
+    k_bytes().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    prompt = PROMPTS[3]
+    with Engine(
+        tmp_path, device="cpu", multiprocess=False, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=128,
+        kv_cache_memory_bytes=1 << 22, **options,
+    ) as engine:  # fmt: skip
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        [output] = engine.generate([prompt], params, use_tqdm=False)
+    logits = model.expected_logits(prompt)
+    expected = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    found = [entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+    np.testing.assert_allclose(found, expected[np.arange(len(prompt) - 1), prompt[1:]], atol=tolerance)
