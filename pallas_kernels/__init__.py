@@ -4,6 +4,7 @@ from pallas_kernels.layer_slice import LayerArray, LayerSlice, as_array
 from pallas_kernels.matmul_sizes import FEW_ROWS
 from pallas_kernels.mosaic import (
     cache_head_dim,
+    has_product_kernels,
     make_arrivals,
     make_attention_work,
     prefers_matmul_kernel,
@@ -35,6 +36,7 @@ __all__ = [
     "act_and_mul",
     "as_array",
     "cache_head_dim",
+    "has_product_kernels",
     "make_arrivals",
     "make_attention_work",
     "matmul_stages",

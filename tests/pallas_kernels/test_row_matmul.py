@@ -1,0 +1,141 @@
+"""Products of 16 to 256 rows with what surrounds them, on every backend, against a float64 oracle."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import LayerSlice, MatmulStage, make_arrivals, matmul_stages, prefers_matmul_kernel
+from pallas_kernels.arg_specs import LAYER_SHAPES, layer_stages
+from pallas_kernels.row_matmul_sizes import NUM_COUNTERS, make_sizes
+from pallas_kernels.tuning import H200_ROW_MATMUL, INTERPRET_ROW_MATMUL
+from tests.pallas_kernels.test_matmul_stages import Draw, assert_matches, layer_tail
+from tests.pallas_kernels.test_mosaic_lowering import KERNEL
+
+KERNELS = ("mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu))
+REAL_ROWS = 5  # of every case; the others are NaN
+DECODE_ROWS = (16, 32, 64, 96, 128, 192, 256)
+
+
+def cut(rows: int, stage: MatmulStage, config=H200_ROW_MATMUL):
+    return make_sizes(rows, jnp.bfloat16, stage, None, num_squares=0, layer_indices=[0], config=config)
+
+
+BF16, F16 = Draw("bfloat16"), Draw("float16")
+# The interpreter's configuration cuts K of 2 or 4 atoms of 64 into as many parts, and leaves K of 1 or 5 whole.
+CASES = {
+    "bias, activation, the ring goes round": BF16.case(BF16.stage(192, 320, has_bias=True, activation="relu"), rows=24),
+    "parts, with more rows than a warpgroup takes at a time": BF16.case(BF16.stage(64, 128, has_bias=True), rows=256),
+    "norm of Gemma, gate, bias": BF16.case(
+        BF16.stage(2, 96, 320, has_norm=True, has_bias=True, unit_offset=True, activation="gelu_pytorch_tanh"), rows=64
+    ),
+    "all after each other, every product of parts": BF16.case(*layer_tail(BF16, 128, 256, 128, has_bias=True), rows=16),
+    "a norm behind a gate, float16": F16.case(
+        F16.stage(2, 64, 64, activation="silu"), F16.stage(64, 64, has_norm=True, unit_offset=True), rows=256
+    ),
+}
+# The end of a layer and the beginning of the next one.
+DOWN_AND_QKV = BF16.case(BF16.stage(64, 128, adds_residual=True), BF16.stage(128, 64, has_norm=True), rows=64)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("name", CASES)
+def test_products_match_float64_and_pads_of_nan_reach_no_other_row(name, backend):
+    assert_matches(CASES[name], backend)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_weights_of_two_layers_are_found_in_stacks_and_bits_do_not_depend_on_pads_or_calls(backend):
+    case = DOWN_AND_QKV
+    x, (down, qkv), residual = jax.tree.map(
+        partial(jnp.asarray, dtype=case.dtype), (case.x, case.stages, case.residual)
+    )
+    down = jax.tree.map(lambda w: jnp.stack([jnp.nan * w, w]), down)
+    qkv = jax.tree.map(lambda w: jnp.stack([w, jnp.nan * w]), qkv)
+
+    @jax.jit
+    def run(layer, following):
+        pairs = ((down, layer), (qkv, following))
+        stages = tuple(jax.tree.map(partial(LayerSlice, layer=number), stage) for stage, number in pairs)
+        return matmul_stages(x, stages, residual, make_arrivals(backend), backend=backend)
+
+    first = [np.asarray(out, np.float64)[:REAL_ROWS] for out in run(jnp.int32(1), jnp.int32(0))]
+    np.testing.assert_array_equal(first[1], case.run(backend)[:REAL_ROWS])
+    last = run(jnp.int32(1), jnp.int32(-1))
+    np.testing.assert_array_equal(np.asarray(last[0], np.float64)[:REAL_ROWS], first[0])
+    other = replace(case, x=np.nan_to_num(case.x, nan=7.0), residual=np.nan_to_num(case.residual, nan=-3.0))
+    np.testing.assert_array_equal(other.run(backend)[:REAL_ROWS], first[1], "whatever lies in pads")
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (BF16.case(BF16.stage(64, 64), rows=264), "264 rows, only multiples of 8 from 16 to 256"),
+        (BF16.case(BF16.stage(64, 64), rows=20), "20 rows"),
+        (BF16.case(BF16.stage(96, 64), rows=16), "64 inputs and 96 outputs, only multiples of 64 and 64"),
+        (BF16.case(BF16.stage(2, 48, 64), rows=16), "48 outputs, only multiples of 64 and 32"),
+        (BF16.case(BF16.stage(64, 96), rows=16), "96 inputs"),
+        (BF16.case(BF16.stage(64, 64, activation="gelu"), rows=16), "activation gelu"),
+        (Draw("float32").case(Draw("float32").stage(64, 64), rows=16), "dtype float32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_without_a_kernel_it_says_why(case, message):
+    with pytest.raises(NotImplementedError, match=f"{message}.*use backend 'reference'"):
+        case.run("mosaic_gpu_interpret")
+
+
+def test_how_the_products_of_a_layer_are_cut():
+    """As in the LOG: attention's output and down in 8 parts, the others whole; all in flight that fits."""
+    stages = layer_stages(LAYER_SHAPES[0])
+    for rows in (16, 64):
+        sizes = {name: cut(rows, stage) for name, stage in stages.items()}
+        assert {name: (one.num_ctas, one.parts) for name, one in sizes.items()} == {
+            "qkv": (64, 1),
+            "o": (128, 8),
+            "gate_up": (96, 1),
+            "down": (128, 8),
+        }
+    assert cut(64, stages["o"]).num_enders == 8 and cut(16, stages["o"]).num_enders == 4
+
+
+@pytest.mark.parametrize("config", [H200_ROW_MATMUL, INTERPRET_ROW_MATMUL], ids=["H200", "interpreter"])
+@pytest.mark.parametrize("shape", LAYER_SHAPES, ids=lambda shape: shape.name)
+def test_cuts_are_whole_and_thread_blocks_that_wait_are_resident(shape, config):
+    for rows in (*DECODE_ROWS, 24):
+        for name, stage in layer_stages(shape).items():
+            sizes = cut(rows, stage, config)
+            assert sizes.steps * sizes.slot_inputs * sizes.parts == sizes.num_inputs, name
+            assert sizes.num_enders * sizes.rows_each == sizes.tokens and sizes.num_enders <= sizes.parts, name
+            assert sizes.rows_each % sizes.end_rows == 0
+            assert sizes.num_slots == sizes.steps or sizes.num_slots >= 2, name
+            if sizes.parts > 1:
+                assert sizes.num_ctas <= config.num_ctas and sizes.num_groups <= NUM_COUNTERS, name
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "options"),
+    zip(LAYER_SHAPES, (256, 16, 96, 256), ({}, {"unit_offset": True}, {"has_bias": True}, {}), strict=True),
+    ids=(shape.name for shape in LAYER_SHAPES),
+)
+def test_the_products_of_a_layer_lower_to_a_kernel_each(shape, rows, options):
+    """Mosaic checks layouts and the 227 KiB of shared memory while it lowers."""
+    stages = layer_stages(shape, **options)
+    stages = tuple(stages[name] for name in ("o", "gate_up", "down", "qkv"))
+
+    def call(x, stages, residual):
+        return matmul_stages(x, stages, residual, make_arrivals("mosaic_gpu"), backend="mosaic_gpu")
+
+    x, residual = (jax.ShapeDtypeStruct((rows, width), jnp.bfloat16) for width in (shape.attended, shape.hidden))
+    text = jax.jit(call).trace(x, stages, residual).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(KERNEL.findall(text)) == len(stages)
+
+
+def test_layers_do_not_ask_for_kernels_that_were_not_timed():
+    stages = layer_stages(LAYER_SHAPES[0])
+    for rows in DECODE_ROWS:
+        x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
+        assert not prefers_matmul_kernel(x, (stages["qkv"],), "mosaic_gpu")
