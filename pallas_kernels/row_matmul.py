@@ -28,7 +28,7 @@ from pallas_kernels.common import Ref, pl, plgpu, swizzled_smem
 from pallas_kernels.layer_slice import as_stack
 from pallas_kernels.matmul_sizes import layer_numbers
 from pallas_kernels.reference_matmul import MatmulStage
-from pallas_kernels.row_matmul_end import Place, ResultRows, for_result_rows, write_rstd
+from pallas_kernels.row_matmul_end import Place, Results, write_rstd
 from pallas_kernels.row_matmul_parts import arrive, wait_for_parts
 from pallas_kernels.row_matmul_sizes import TURNED_STRIDE, UNIT_ROWS, RowMatmulRefs, RowMatmulSizes, make_sizes
 from pallas_kernels.tuning import RowMatmulConfig
@@ -121,7 +121,10 @@ def _call(
     names = (*operands, *results)
 
     def named(*refs: Ref) -> None:
-        body(sizes, RowMatmulRefs(**dict(zip(names, refs, strict=True))))
+        by_name = dict(zip(names, refs, strict=True))
+        # Read once, long before the first copy asks for one.
+        layers = [by_name["layers"][i] for i in range(by_name["layers"].shape[0])]
+        body(sizes, RowMatmulRefs(**by_name | {"layers": layers}))
 
     outs = pl.kernel(
         named,
@@ -143,17 +146,25 @@ def _multiply(sizes: RowMatmulSizes, refs: RowMatmulRefs) -> None:
 
         @pl.when(jnp.logical_and(warpgroup == 0, is_there))
         def _():
-            has_end = refs.out is not None
-            if sizes.num_squares and has_end:
-                write_rstd(sizes, refs, place, rstd)
-            sums = _sums(sizes, weights, xs, weights_full, xs_full, free)
-            if sizes.parts == 1:
-                _end(sizes, refs, place, sums, turned, rstd)
+            multiply = functools.partial(_sums, sizes, weights, xs, weights_full, xs_full, free)
+            if refs.out is None:
+                _store_part(refs, place, multiply())
                 return
-            refs.partials.at[place.group, place.part].transpose((1, 0))[...] = sums
-            if has_end:
-                arrive(refs.arrivals, place.group)
-                pl.when(place.part < sizes.num_enders)(functools.partial(_end_of_parts, sizes, refs, place, rstd))
+            results = Results(sizes, refs, place)
+            if sizes.num_squares:
+                write_rstd(sizes, refs, place, rstd)
+            if sizes.parts == 1:
+                turned.at[:, pl.ds(0, UNIT_ROWS)].transpose((1, 0))[...] = multiply()
+                plgpu.commit_smem()
+                results.store(lambda rows, columns: [turned.at[rows, columns]], rstd)
+                return
+            _store_part(refs, place, multiply())
+            arrive(refs.arrivals, place.group)
+
+            @pl.when(place.part < sizes.num_enders)
+            def _():
+                wait_for_parts(refs.arrivals, place.group, sizes.parts, sizes.num_enders)
+                results.store(functools.partial(_parts, sizes, refs, place), rstd)
 
         @pl.when(jnp.logical_and(warpgroup == 1, is_there))
         def _():
@@ -249,33 +260,12 @@ def _sums(sizes: RowMatmulSizes, weights: Ref, xs: Ref, weights_full: Ref, xs_fu
     return pl.run_scoped(body, plgpu.ACC((UNIT_ROWS, sizes.tokens), jnp.float32))
 
 
-def _end(sizes: RowMatmulSizes, refs: RowMatmulRefs, place: Place, sums: jax.Array, turned: Ref, rstd: Ref) -> None:
-    """Turn [64, tokens] around in shared memory, and end with the results of all rows."""
-    turned.at[:, pl.ds(0, UNIT_ROWS)].transpose((1, 0))[...] = sums
-    plgpu.commit_smem()
-
-    def end_rows(first: jax.Array) -> None:
-        ResultRows(sizes, refs, place, first).store(lambda rows, columns: [turned.at[rows, columns]], rstd)
-
-    for_result_rows(sizes, 0, end_rows)
+def _store_part(refs: RowMatmulRefs, place: Place, sums: jax.Array) -> None:
+    refs.partials.at[place.group, place.part].transpose((1, 0))[...] = sums
 
 
-def _end_of_parts(sizes: RowMatmulSizes, refs: RowMatmulRefs, place: Place, rstd: Ref) -> None:
-    """Add the parts of this CTA's share of the rows and end with their results."""
-    first_row = place.part * sizes.rows_each
-
-    def parts(rows: Any, columns: Any) -> list[Ref]:
-        return [refs.partials.at[place.group, part, rows, columns] for part in range(sizes.parts)]
-
-    waits = refs.arrivals is not None
-    if waits and sizes.end_rows == sizes.rows_each:
-        result = ResultRows(sizes, refs, place, first_row)  # its loads before the wait
-        wait_for_parts(refs.arrivals, place.group, sizes.parts, sizes.num_enders)
-        result.store(parts, rstd)
-        return
-    if waits:
-        wait_for_parts(refs.arrivals, place.group, sizes.parts, sizes.num_enders)
-    for_result_rows(sizes, first_row, lambda first: ResultRows(sizes, refs, place, first).store(parts, rstd))
+def _parts(sizes: RowMatmulSizes, refs: RowMatmulRefs, place: Place, rows: Any, columns: Any) -> list[Ref]:
+    return [refs.partials.at[place.group, part, rows, columns] for part in range(sizes.parts)]
 
 
 def _add_parts(sizes: RowMatmulSizes, refs: RowMatmulRefs) -> None:
@@ -287,7 +277,7 @@ def _add_parts(sizes: RowMatmulSizes, refs: RowMatmulRefs) -> None:
         def _():
             if sizes.num_squares:
                 write_rstd(sizes, refs, place, rstd)
-            _end_of_parts(sizes, refs, place, rstd)
+            Results(sizes, refs, place).store(functools.partial(_parts, sizes, refs, place), rstd)
 
     rstd = plgpu.SMEM((sizes.tokens,), jnp.float32) if sizes.num_squares else None
     pl.run_scoped(scoped, rstd, collective_axes="warpgroup")

@@ -4,6 +4,7 @@ Letters: T rows (tokens)  N outputs
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from pallas_kernels.matmul_unit import activate
 from pallas_kernels.row_matmul_sizes import RowMatmulRefs, RowMatmulSizes
 
 _WARPS, _LANES = 4, 32
-_SQUARES_AT_ONCE = 8  # for loads to overlap
+_SQUARES_AT_ONCE = 16  # for loads to overlap
 
 
 @dataclass(frozen=True)
@@ -72,70 +73,88 @@ def write_rstd(sizes: RowMatmulSizes, refs: RowMatmulRefs, place: Place, rstd_sm
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
         parts = [_load(refs.squares.at[i * at_once + j, tokens], layout) for j in range(at_once)]
-        return functools.reduce(lambda a, b: a + b, parts, total)
+        return functools.reduce(operator.add, parts, total)
 
     total = lax.fori_loop(0, sizes.num_squares // at_once, add, full((sizes.tokens,), 0.0, layout))
     rstd_smem[...] = lax.rsqrt(total * (1.0 / sizes.num_inputs) + sizes.eps)
     plgpu.commit_smem()
 
 
-class ResultRows:
-    """Some rows of a unit's results, [rows, columns] in registers."""
+class Results:
+    """A CTA's share of the results: some rows of a unit, [end_rows, columns] in registers at a time."""
 
-    def __init__(self, sizes: RowMatmulSizes, refs: RowMatmulRefs, place: Place, first_row: jax.Array):
-        """`first_row`: of sizes.end_rows, among the tokens of the CTA. Loads what does not depend on the product."""
+    def __init__(self, sizes: RowMatmulSizes, refs: RowMatmulRefs, place: Place):
+        """Load what does not depend on the product, long before it is there."""
         self._sizes, self._refs, self._place = sizes, refs, place
-        self._first_row = first_row
+        # Clamped for CTAs that have no results, which load for nothing then.
+        self._first_row = jnp.minimum(place.part, sizes.num_enders - 1) * sizes.rows_each
         self._shape = (sizes.end_rows, sizes.columns)
         self._layout = _row_layout(*self._shape)
-        self._tokens = pl.ds(place.first_token + first_row, sizes.end_rows)
         self._outputs = pl.ds(place.unit * sizes.columns, sizes.columns)
-        self._residual = None
-        if sizes.adds_residual:
-            self._residual = _load(refs.residual.at[self._tokens, self._outputs], self._layout)
-
-    def store(self, sums: Callable[[Any, Any], Ref], rstd_smem: Ref) -> None:
-        """Store the results; `sums(rows, columns)`: f32 references that add up to the product, columns of all ways."""
-        sizes, refs, columns = self._sizes, self._refs, self._sizes.columns
-        rows = pl.ds(self._first_row, sizes.end_rows)
-        values = []
-        for way in range(sizes.ways):
-            parts = [_load(part, self._layout) for part in sums(rows, pl.ds(way * columns, columns))]
-            values.append(functools.reduce(lambda a, b: a + b, parts))
-        if sizes.num_squares:
-            rstd = _load(rstd_smem.at[rows], self._layout.reduce(1))
-            values = [value * self._broadcast(rstd, 0) for value in values]
+        self._is_at_once = sizes.end_rows == sizes.rows_each
+        self._residual = self._load_residual(self._first_row) if sizes.adds_residual and self._is_at_once else None
+        of_columns = functools.partial(_load, layout=self._layout.reduce(0))
+        self._biases = []
         if refs.bias is not None:
             for way in range(sizes.ways):
-                of_way = pl.ds(way * sizes.num_outputs + self._place.unit * columns, columns)
-                bias = _load(refs.bias.at[refs.of_layer(sizes, refs.bias), of_way], self._layout.reduce(0))
-                values[way] = values[way] + self._broadcast(bias, 1)
+                outputs = pl.ds(way * sizes.num_outputs + place.unit * sizes.columns, sizes.columns)
+                self._biases.append(of_columns(refs.bias.at[refs.of_layer(sizes, refs.bias), outputs]))
+        if refs.next_norm is not None:
+            weight = of_columns(refs.next_norm.at[refs.of_next_layer(sizes), self._outputs])
+            self._next_weight = 1.0 + weight if sizes.next_unit_offset else weight
+
+    def store(self, sums: Callable[[Any, Any], list[Ref]], rstd_smem: Ref) -> None:
+        """Store the results; `sums(rows, columns)`: f32 references that add up to the product, columns of all ways."""
+        sizes = self._sizes
+        if self._is_at_once:
+            self._store_rows(self._first_row, self._residual, sums, rstd_smem)
+            return
+
+        def step(i: jax.Array, _: None) -> None:
+            first_row = self._first_row + i * sizes.end_rows
+            residual = self._load_residual(first_row) if sizes.adds_residual else None
+            self._store_rows(first_row, residual, sums, rstd_smem)
+
+        lax.fori_loop(0, sizes.rows_each // sizes.end_rows, step, None)
+
+    def _tokens(self, first_row: jax.Array) -> Any:
+        return pl.ds(self._place.first_token + first_row, self._sizes.end_rows)
+
+    def _load_residual(self, first_row: jax.Array) -> jax.Array:
+        return _load(self._refs.residual.at[self._tokens(first_row), self._outputs], self._layout)
+
+    def _store_rows(
+        self,
+        first_row: jax.Array,
+        residual: jax.Array | None,
+        sums: Callable[[Any, Any], list[Ref]],
+        rstd_smem: Ref,
+    ) -> None:
+        sizes, refs = self._sizes, self._refs
+        rows, tokens = pl.ds(first_row, sizes.end_rows), self._tokens(first_row)
+        values = []
+        for way in range(sizes.ways):
+            parts = [_load(part, self._layout) for part in sums(rows, pl.ds(way * sizes.columns, sizes.columns))]
+            values.append(functools.reduce(operator.add, parts))
+        if sizes.num_squares:
+            rstd = self._broadcast(_load(rstd_smem.at[rows], self._layout.reduce(1)), 0)
+            values = [value * rstd for value in values]
+        if self._biases:
+            values = [value + self._broadcast(bias, 1) for value, bias in zip(values, self._biases, strict=True)]
         out = activate(sizes.activation, values[0])
         if sizes.is_gated:
             out = out * values[1]
-        if self._residual is not None:
-            out = out + self._residual
+        if residual is not None:
+            out = out + residual
         out = out.astype(sizes.dtype)
-        refs.out.at[self._tokens, self._outputs][...] = out
+        refs.out.at[tokens, self._outputs][...] = out
         if refs.normed is not None:
-            self._begin_norm(out.astype(jnp.float32))
-
-    def _begin_norm(self, x: jax.Array) -> None:
-        """The product with the next norm's weight, and this unit's share of the sums of squares."""
-        sizes, refs = self._sizes, self._refs
-        weight = _load(refs.next_norm.at[refs.of_next_layer(sizes), self._outputs], self._layout.reduce(0))
-        weight = 1.0 + weight if sizes.next_unit_offset else weight
-        refs.normed.at[self._tokens, self._outputs][...] = (x * self._broadcast(weight, 1)).astype(sizes.dtype)
-        refs.next_squares.at[self._place.unit, self._tokens][...] = (x * x).sum(axis=1)
+            # The norm is that of what was stored.
+            out = out.astype(jnp.float32)
+            refs.normed.at[tokens, self._outputs][...] = (out * self._broadcast(self._next_weight, 1)).astype(
+                sizes.dtype
+            )
+            refs.next_squares.at[self._place.unit, tokens][...] = (out * out).sum(axis=1)
 
     def _broadcast(self, values: jax.Array, dim: int) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(values, self._shape, [dim]), self._layout)
-
-
-def for_result_rows(sizes: RowMatmulSizes, first: Any, body: Callable[[jax.Array], None]) -> None:
-    """Call body(first row) for each of the rows [first, first + rows_each) that are taken at a time."""
-
-    def step(i: jax.Array, _: None) -> None:
-        body(first + i * sizes.end_rows)
-
-    lax.fori_loop(0, sizes.rows_each // sizes.end_rows, step, None)

@@ -106,7 +106,7 @@ class RowMatmulSizes:
 class RowMatmulRefs:
     """Global memory of one product. None: there is none of it."""
 
-    layers: Ref  # i32[...]
+    layers: list[jax.Array]  # i32[] each
     x: Ref = None  # [T, K]; already multiplied by the weights of its norm
     weight: Ref = None  # [L or 1, ways * N, K]
     arrivals: Ref = None  # i32[...]

@@ -3,9 +3,9 @@
     pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
     PYTHONPATH=. python scripts/compile_for_h200.py [--only NAME]
 
-For every model of pallas_kernels.arg_specs, the products of its layers up to 256 rows, and their norms and gates of many
-rows: no kernel spills registers (but for what KNOWN_SPILLS says), the compiler does not make products wait for each
-other, and the donated KV cache is the one that comes back.
+For every model of pallas_kernels.arg_specs, the products of its layers up to 256 rows, and their norms and gates of
+many rows: no kernel spills registers (but for what KNOWN_SPILLS says), the compiler does not make products wait for
+each other, and the donated KV cache is the one that comes back.
 For whole decode steps, of few rows and of many: all of it is one command buffer (a CUDA graph). Exits with 1 otherwise.
 """
 
