@@ -36,6 +36,7 @@ class RowMatmulSizes:
     num_outputs: int
     tokens: int  # rows of x that a CTA takes
     parts: int  # of K
+    sharers: int  # CTAs of neighbouring units that get x by one copy
     tile: int  # atoms of K that a slot of the ring holds
     num_slots: int
     is_gated: bool
@@ -72,6 +73,11 @@ class RowMatmulSizes:
     def num_ctas(self) -> int:
         """All thread blocks."""
         return self.num_groups * self.parts
+
+    @property
+    def num_clusters(self) -> int:
+        """Of thread blocks that share x."""
+        return self.num_ctas // self.sharers
 
     @property
     def steps(self) -> int:
@@ -169,7 +175,9 @@ def make_sizes(
     """
     num_outputs, num_inputs = stage.weight.shape[-2:]
     tokens = max(n for n in range(_ATOM_ROWS, min(num_rows, config.max_tokens) + 1, _ATOM_ROWS) if num_rows % n == 0)
-    num_groups = num_outputs * (2 if stage.is_gated else 1) // UNIT_ROWS * (num_rows // tokens)
+    num_units = num_outputs * (2 if stage.is_gated else 1) // UNIT_ROWS
+    num_groups = num_units * (num_rows // tokens)
+    can_share = num_units % config.sharers == 0 and tokens % (_ATOM_ROWS * config.sharers) == 0
     parts = _parts_of(num_inputs // _ATOM, tokens, num_groups, config)
     turned_bytes = 4 * TURNED_STRIDE * tokens if parts == 1 else 0
     atoms = num_inputs // (_ATOM * parts)
@@ -180,6 +188,7 @@ def make_sizes(
         num_outputs=num_outputs,
         tokens=tokens,
         parts=parts,
+        sharers=config.sharers if can_share else 1,
         tile=tile,
         num_slots=num_slots,
         is_gated=stage.is_gated,

@@ -158,6 +158,7 @@ class RowMatmulConfig:
       max_parts: of K.
       exchange_bytes: what a CTA could read in the time that an exchange of parts takes beside its own bytes.
       max_tokens: rows that a CTA takes; more rows than that read the weights again.
+      sharers: CTAs, 1 or 2, that get the same part of x by one copy: a cluster. Not for the interpreter.
       slot_bytes: of the ring, at most: a copy costs its warp 0.2 us.
       max_slots: of the ring; fewer if shared memory is short.
       smem_bytes: for the ring and for turning results around.
@@ -170,9 +171,10 @@ class RowMatmulConfig:
     max_parts: int = 8
     exchange_bytes: int = 192 * 1024
     max_tokens: int = 256
+    sharers: int = 1
     slot_bytes: int = 64 * 1024
     max_slots: int = 8
-    smem_bytes: int = 225 * 1024
+    smem_bytes: int = 224 * 1024
     wait_for_parts: bool = True
 
 
