@@ -1,7 +1,7 @@
 """Check and time the kernels of products against XLA on one H200: single products and whole layers without attention.
 
     timeout 150 env PYTHONPATH=. python scripts/bench_matmul.py --out matmul.json
-    timeout 300 env PYTHONPATH=. python scripts/bench_matmul.py --rows --out row_matmul.json
+    timeout 580 env PYTHONPATH=. python scripts/bench_matmul.py --rows --out row_matmul.json
 
 The first line is about the kernels of 8 rows, the second one about those of 16 to 256.
 
@@ -41,7 +41,7 @@ from pallas_kernels.row_matmul_sizes import NUM_COUNTERS
 from pallas_kernels.skinny_matmul import matmul_stages
 from pallas_kernels.tuning import H200_MATMUL, H200_ROW_MATMUL
 
-ROWS, REAL_ROWS = 8, 3
+ROWS = 8
 MAX_RELATIVE_ERROR = 1e-2
 Params = dict[str, Any]
 Layer = Callable[[jax.Array, jax.Array, Params, jax.Array], tuple[jax.Array, jax.Array]]
@@ -170,43 +170,66 @@ def exact(stage: MatmulStage, x: np.ndarray, residual: np.ndarray | None) -> np.
     wide = partial(np.asarray, dtype=np.float64)
     if stage.norm_weight is not None:
         x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + stage.eps) * wide(stage.norm_weight)
-    y = np.einsum("tk,...nk->...tn", x, wide(stage.weight))
+    y = x @ np.swapaxes(wide(stage.weight), -1, -2)
     y = y[0] / (1 + np.exp(-y[0])) * y[1] if stage.is_gated else y
     return y if residual is None else y + residual
 
 
-def check(shape: LayerShape, params: Params, run: Run, names: tuple[str, ...], num_rows: int) -> dict:
+@dataclass(frozen=True)
+class Check:
     """The stages of layer 1 in one call against float64; pads are NaN, then not, and the bits have to be the same.
 
     So they have to be when the call is made once more in the same program, with the counters that the first one left.
     """
-    stages = tuple(stages_of(jax.tree.map(lambda w: w[1], params, is_leaf=_is_leaf))[name] for name in names)
-    rng = np.random.default_rng(0)
-    draw = partial(rng.standard_normal)
-    x = jnp.asarray(draw((num_rows, stages[0].weight.shape[-1])), jnp.bfloat16)
-    residual = jnp.asarray(draw((num_rows, shape.hidden)), jnp.bfloat16)
-    has_residual = any(stage.adds_residual for stage in stages)
 
-    @jax.jit
-    def twice(x: jax.Array, residual: jax.Array, arrivals: jax.Array) -> list[jax.Array]:
-        rest = (stages, residual if has_residual else None, arrivals)
-        first = run(x, *rest)[-1]
+    shape: LayerShape
+    params: Params
+    run: Run
+    names: tuple[str, ...]
+    num_rows: int
+
+    @property
+    def real_rows(self) -> int:
+        """Most of them: thread blocks may share the rows."""
+        return self.num_rows - 5
+
+    def arguments(self) -> tuple[tuple[MatmulStage, ...], jax.Array, jax.Array]:
+        """Stages, x and the residual."""
+        of_layer = stages_of(jax.tree.map(lambda w: w[1], self.params, is_leaf=_is_leaf))
+        stages = tuple(of_layer[name] for name in self.names)
+        draw = np.random.default_rng(0).standard_normal
+        x = jnp.asarray(draw((self.num_rows, stages[0].weight.shape[-1])), jnp.bfloat16)
+        return stages, x, jnp.asarray(draw((self.num_rows, self.shape.hidden)), jnp.bfloat16)
+
+    def _twice(self, stages: tuple[MatmulStage, ...], x: jax.Array, residual: jax.Array) -> list[jax.Array]:
+        has_residual = any(stage.adds_residual for stage in stages)
+        rest = (stages, residual if has_residual else None, jnp.zeros(NUM_COUNTERS, jnp.int32))
+        first = self.run(x, *rest)[-1]
         # Finite rows stay what they are, but behind the first call: at once the two would wait for each other's SMs.
         x = x + 0 * first[:, :1]
-        return [first, run(x, *rest)[-1]]
+        return [first, self.run(x, *rest)[-1]]
 
-    def call(x: jax.Array, residual: jax.Array) -> np.ndarray:
-        return np.asarray(twice(x, residual, jnp.zeros(NUM_COUNTERS, jnp.int32)), np.float64)[:, :REAL_ROWS]
+    def lower(self) -> Any:
+        return jax.jit(self._twice).lower(*self.arguments())
 
-    got = call(x, residual)
-    poisoned = call(x.at[REAL_ROWS:].set(jnp.nan), residual.at[REAL_ROWS:].set(jnp.nan))
-    want, stream = np.asarray(x, np.float64), np.asarray(residual, np.float64)
-    for stage in stages:
-        want = exact(stage, want, stream if stage.adds_residual else None)
-        stream = want if stage.adds_residual else stream
-    error = float(np.linalg.norm(got[0] - want[:REAL_ROWS]) / np.linalg.norm(want[:REAL_ROWS]))
-    same_bits = bool((got == poisoned).all() and (got[0] == got[1]).all())
-    return {"relative_error": error, "same_bits_beside_nan": same_bits, "ok": error < MAX_RELATIVE_ERROR and same_bits}
+    def result(self, compiled: Any) -> dict:
+        """What is right."""
+        stages, x, residual = self.arguments()
+        real = self.real_rows
+
+        def call(x: jax.Array, residual: jax.Array) -> np.ndarray:
+            return np.asarray(compiled(stages, x, residual), np.float64)[:, :real]
+
+        got = call(x, residual)
+        poisoned = call(x.at[real:].set(jnp.nan), residual.at[real:].set(jnp.nan))
+        want, stream = np.asarray(x[:real], np.float64), np.asarray(residual[:real], np.float64)
+        for stage in stages:
+            want = exact(stage, want, stream if stage.adds_residual else None)
+            stream = want if stage.adds_residual else stream
+        # Of the worst row.
+        error = float((np.linalg.norm(got[0] - want, axis=1) / np.linalg.norm(want, axis=1)).max())
+        bits = bool((got == poisoned).all() and (got[0] == got[1]).all())
+        return {"relative_error": error, "same_bits_beside_nan": bits, "ok": error < MAX_RELATIVE_ERROR and bits}
 
 
 @dataclass(frozen=True)
@@ -218,14 +241,15 @@ class Row:
     args: tuple[jax.Array, Params]
     num_layers: int
     num_bytes: int  # of weights a layer
-    check: Callable[[], dict] | None = None
+    check: Check | None = None
 
-    def lower(self) -> Any:
-        return jax.jit(self.chain).lower(*self.args)
+    def lower(self) -> list[Any]:
+        """The chain and the check."""
+        return [jax.jit(self.chain).lower(*self.args)] + ([self.check.lower()] if self.check is not None else [])
 
-    def measure(self, compiled: Any) -> dict:
-        checked = {} if self.check is None else self.check()
-        seconds = seconds_a_call(compiled, self.args) / self.num_layers
+    def measure(self, chain: Any, check: Any = None) -> dict:
+        checked = {} if self.check is None else self.check.result(check)
+        seconds = seconds_a_call(chain, self.args) / self.num_layers
         return {**checked, "us": round(1e6 * seconds, 2), "tb_s": round(self.num_bytes / seconds / 1e12, 2)}
 
 
@@ -236,12 +260,14 @@ def run_rows(rows: list[Row], out: Path | None) -> None:
         options = compiler_options(jax.default_backend())
         lowered = [row.lower() for row in rows]
         print(f"{len(rows)} programs lowered", file=sys.stderr, flush=True)
-        compiled = [pool.submit(partial(one.compile, compiler_options=options)) for one in lowered]
-        wait(compiled)
-    for row, program in zip(rows, compiled, strict=True):
+        compiled = [
+            [pool.submit(partial(one.compile, compiler_options=options)) for one in of_row] for of_row in lowered
+        ]
+        wait([program for of_row in compiled for program in of_row])
+    for row, programs in zip(rows, compiled, strict=True):
         print(f"{row.names} ...", file=sys.stderr, flush=True)
         try:
-            result = row.measure(program.result())
+            result = row.measure(*[program.result() for program in programs])
         except Exception as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"[:300]}
@@ -289,7 +315,7 @@ def product_rows(shape: LayerShape, params: Params, names: tuple[str, ...], num_
     for name in names:
         xla = partial(chain_of_one, name, run_xla, shape)
         kernel = partial(chain_of_one, name, run, shape)
-        checked = partial(check, shape, params, run, (name,), num_rows)
+        checked = Check(shape, params, run, (name,), num_rows)
         variants: dict[str, tuple] = {
             "xla [in, out]": (partial(with_in_out, xla), swapped, None),
             "kernel": (kernel, params, checked),
@@ -322,7 +348,7 @@ def layer_rows(shape: LayerShape, params: Params, variants: tuple[str, ...], num
             run = few_rows_run(variant) if is_few else row_run(variant)
             splits = 1 if is_few and not variant.startswith("1") else 0
             layer = partial(layer_kernels, run=run, splits=splits)
-            checks = partial(check, shape, params, run, LAYER[: len(LAYER) - splits], num_rows)
+            checks = Check(shape, params, run, LAYER[: len(LAYER) - splits], num_rows)
         chain = partial(chain_of_layers, layer, shape)
         if variant == "xla [in, out]":
             chain, weights = partial(with_in_out, chain), in_out(params)
