@@ -12,11 +12,10 @@ from pallas_kernels import LayerSlice, MatmulStage, make_arrivals, matmul_stages
 from pallas_kernels.arg_specs import LAYER_SHAPES, layer_stages
 from pallas_kernels.row_matmul_sizes import NUM_COUNTERS, make_sizes
 from pallas_kernels.tuning import H200_ROW_MATMUL, INTERPRET_ROW_MATMUL
-from tests.pallas_kernels.test_matmul_stages import Draw, assert_matches, layer_tail
+from tests.pallas_kernels.test_matmul_stages import Case, Draw, assert_matches, layer_tail
 from tests.pallas_kernels.test_mosaic_lowering import KERNEL
 
 KERNELS = ("mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu))
-REAL_ROWS = 5  # of every case; the others are NaN
 DECODE_ROWS = (16, 32, 64, 96, 128, 192, 256)
 
 
@@ -25,26 +24,45 @@ def cut(rows: int, stage: MatmulStage, config=H200_ROW_MATMUL):
 
 
 BF16, F16 = Draw("bfloat16"), Draw("float16")
+
+
+def case_of(draw: Draw, rows: int, *stages: MatmulStage) -> Case:
+    """All rows but for 5 are real, so that each share of them has some."""
+    return draw.case(*stages, rows=rows, real_rows=rows - 5)
+
+
 # The interpreter's configuration cuts K of 2 or 4 atoms of 64 into as many parts, and leaves K of 1 or 5 whole.
 CASES = {
-    "bias, activation, the ring goes round": BF16.case(BF16.stage(192, 320, has_bias=True, activation="relu"), rows=24),
-    "parts, with more rows than a warpgroup takes at a time": BF16.case(BF16.stage(64, 128, has_bias=True), rows=256),
-    "norm of Gemma, gate, bias": BF16.case(
-        BF16.stage(2, 96, 320, has_norm=True, has_bias=True, unit_offset=True, activation="gelu_pytorch_tanh"), rows=64
+    "bias, activation, the ring goes round": case_of(BF16, 24, BF16.stage(192, 320, has_bias=True, activation="relu")),
+    "parts, with more rows than a warpgroup takes at a time": case_of(
+        BF16, 256, BF16.stage(64, 128, has_bias=True, adds_residual=True)
     ),
-    "all after each other, every product of parts": BF16.case(*layer_tail(BF16, 128, 256, 128, has_bias=True), rows=16),
-    "a norm behind a gate, float16": F16.case(
-        F16.stage(2, 64, 64, activation="silu"), F16.stage(64, 64, has_norm=True, unit_offset=True), rows=256
+    "norm of Gemma, gate, bias": case_of(
+        BF16,
+        64,
+        BF16.stage(2, 96, 320, has_norm=True, has_bias=True, unit_offset=True, activation="gelu_pytorch_tanh"),
+    ),
+    "all after each other, every product of parts": case_of(BF16, 16, *layer_tail(BF16, 128, 256, 128, has_bias=True)),
+    "a norm behind a gate, float16": case_of(
+        F16, 256, F16.stage(2, 64, 64, activation="silu"), F16.stage(64, 64, has_norm=True, unit_offset=True)
     ),
 }
 # The end of a layer and the beginning of the next one.
-DOWN_AND_QKV = BF16.case(BF16.stage(64, 128, adds_residual=True), BF16.stage(128, 64, has_norm=True), rows=64)
+DOWN_AND_QKV = case_of(BF16, 64, BF16.stage(64, 128, adds_residual=True), BF16.stage(128, 64, has_norm=True))
 
 
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("name", CASES)
 def test_products_match_float64_and_pads_of_nan_reach_no_other_row(name, backend):
     assert_matches(CASES[name], backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", DECODE_ROWS)
+def test_thread_blocks_that_wait_for_each_other_add_all_parts(rows):
+    case = case_of(BF16, rows, *layer_tail(BF16, 1024, 2048, 3072))
+    assert_matches(case, "mosaic_gpu")
+    np.testing.assert_array_equal(case.run("mosaic_gpu"), case.run("mosaic_gpu"))
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -62,12 +80,12 @@ def test_weights_of_two_layers_are_found_in_stacks_and_bits_do_not_depend_on_pad
         stages = tuple(jax.tree.map(partial(LayerSlice, layer=number), stage) for stage, number in pairs)
         return matmul_stages(x, stages, residual, make_arrivals(backend), backend=backend)
 
-    first = [np.asarray(out, np.float64)[:REAL_ROWS] for out in run(jnp.int32(1), jnp.int32(0))]
-    np.testing.assert_array_equal(first[1], case.run(backend)[:REAL_ROWS])
+    first = [np.asarray(out, np.float64)[: case.real_rows] for out in run(jnp.int32(1), jnp.int32(0))]
+    np.testing.assert_array_equal(first[1], case.run(backend)[: case.real_rows])
     last = run(jnp.int32(1), jnp.int32(-1))
-    np.testing.assert_array_equal(np.asarray(last[0], np.float64)[:REAL_ROWS], first[0])
+    np.testing.assert_array_equal(np.asarray(last[0], np.float64)[: case.real_rows], first[0])
     other = replace(case, x=np.nan_to_num(case.x, nan=7.0), residual=np.nan_to_num(case.residual, nan=-3.0))
-    np.testing.assert_array_equal(other.run(backend)[:REAL_ROWS], first[1], "whatever lies in pads")
+    np.testing.assert_array_equal(other.run(backend)[: case.real_rows], first[1], "whatever lies in pads")
 
 
 @pytest.mark.parametrize(
