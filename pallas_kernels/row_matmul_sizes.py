@@ -224,4 +224,6 @@ def _ring_of(atoms: int, atom_bytes: int, room: int, config: RowMatmulConfig) ->
         return tile * atom_bytes <= config.slot_bytes and min(3, atoms // tile) * tile * atom_bytes <= room
 
     tile = max((n for n in range(1, atoms + 1) if atoms % n == 0 and fits(n)), default=1)
-    return tile, min(room // (tile * atom_bytes), atoms // tile, config.max_slots)
+    # A slot is given back when the next one's products are on their way: with one alone nobody would get further.
+    num_slots = max(min(room // (tile * atom_bytes), config.max_slots), 2)
+    return tile, min(num_slots, atoms // tile)

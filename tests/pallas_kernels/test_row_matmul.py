@@ -120,7 +120,11 @@ def test_how_the_products_of_a_layer_are_cut():
     assert cut(64, stages["o"]).num_enders == 8 and cut(16, stages["o"]).num_enders == 4
 
 
-@pytest.mark.parametrize("config", [H200_ROW_MATMUL, INTERPRET_ROW_MATMUL], ids=["H200", "interpreter"])
+@pytest.mark.parametrize(
+    "config",
+    [H200_ROW_MATMUL, INTERPRET_ROW_MATMUL, replace(H200_ROW_MATMUL, smem_bytes=64 * 1024, max_slots=1)],
+    ids=["H200", "interpreter", "no room"],
+)
 @pytest.mark.parametrize("shape", LAYER_SHAPES, ids=lambda shape: shape.name)
 def test_cuts_are_whole_and_thread_blocks_that_wait_are_resident(shape, config):
     for rows in (*DECODE_ROWS, 24):
