@@ -3,7 +3,7 @@
 from pallas_kernels.layer_slice import LayerArray, LayerSlice, as_array
 from pallas_kernels.matmul_sizes import FEW_ROWS
 from pallas_kernels.mosaic_attention import cache_head_dim, make_attention_work, unsupported_reason
-from pallas_kernels.mosaic_matmul import make_arrivals, prefers_matmul_kernel
+from pallas_kernels.mosaic_matmul import has_product_kernels, make_arrivals, prefers_matmul_kernel
 from pallas_kernels.ops import (
     act_and_mul,
     matmul_stages,
@@ -30,6 +30,7 @@ __all__ = [
     "act_and_mul",
     "as_array",
     "cache_head_dim",
+    "has_product_kernels",
     "make_arrivals",
     "make_attention_work",
     "matmul_stages",

@@ -89,6 +89,10 @@ LAYER_SHAPES = (
 )
 
 
+# Rows of products between few and many; what the kernels of 16 to 256 rows are compiled for.
+ROW_PRODUCTS = (16, 64, 192, 256)
+
+
 def layer_stages(
     shape: LayerShape, dtype: Any = jnp.bfloat16, *, has_bias: bool = False, unit_offset: bool = False
 ) -> dict[str, MatmulStage]:

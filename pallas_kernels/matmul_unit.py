@@ -114,7 +114,7 @@ def compute_unit(
             bias = refs.bias.at[refs.of_layer(refs.bias), row]
             bias = plgpu.load(bias, layout=layout.reduce(0), optimized=False).astype(jnp.float32)
             parts[way] = parts[way] + spread(bias, (FEW_ROWS, stage.unit), (1,), layout)
-    out = _activate(stage.activation, parts[0])
+    out = activate(stage.activation, parts[0])
     if stage.is_gated:
         out = out * parts[1]
     if residual is not None:
@@ -153,7 +153,8 @@ def _sum_segments(stage: StageSizes, sums_smem: Ref, way: int) -> jax.Array:
     return total
 
 
-def _activate(name: str | None, x: jax.Array) -> jax.Array:
+def activate(name: str | None, x: jax.Array) -> jax.Array:
+    """An activation of float32 registers by name; None is the identity."""
     if name == "silu":
         return x / (1.0 + jnp.exp(-x))
     if name in ("gelu_new", "gelu_pytorch_tanh"):

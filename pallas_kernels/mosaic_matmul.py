@@ -1,12 +1,20 @@
 """The Mosaic GPU backend of products, norms and gates: what it supports, and where it is faster than XLA."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import matmul_sizes, reference_matmul, row_kernels
+from pallas_kernels import matmul_sizes, reference_matmul, row_kernels, row_matmul_sizes, tuning
 from pallas_kernels.layer_slice import LayerArray
 from pallas_kernels.reference_matmul import Activation, MatmulStage
-from pallas_kernels.tuning import MAX_PREFERRED_INPUT, MAX_PREFERRED_WEIGHTS, MIN_PREFERRED_ROWS, matmul_config
+from pallas_kernels.tuning import (
+    MAX_PREFERRED_INPUT,
+    MAX_PREFERRED_WEIGHTS,
+    MIN_PREFERRED_ROWS,
+    matmul_config,
+    row_matmul_config,
+)
 from pallas_kernels.validation import Backend, is_interpreted
 
 
@@ -28,7 +36,8 @@ def act_and_mul(gate_up: jax.Array, activation: Activation | None, *, backend: B
 
 def make_arrivals(backend: Backend) -> jax.Array | None:
     """What matmul_stages counts in: once a step, for all layers. None for the reference."""
-    return None if backend == "reference" else jnp.zeros(matmul_sizes.MAX_STAGES, jnp.int32)
+    num_counters = max(matmul_sizes.MAX_STAGES, row_matmul_sizes.NUM_COUNTERS)
+    return None if backend == "reference" else jnp.zeros(num_counters, jnp.int32)
 
 
 def _has_norm_kernel(stage: MatmulStage, num_rows: int) -> bool:
@@ -46,17 +55,28 @@ def _have_row_kernels(stages: tuple[MatmulStage, ...], num_rows: int) -> bool:
     return any(_has_norm_kernel(stage, num_rows) or _has_gate_kernel(stage, num_rows) for stage in stages)
 
 
+def has_product_kernels(num_rows: int) -> bool:
+    """Whether products of so many rows are kernels and not XLA's, where the kernels serve them."""
+    return num_rows <= tuning.MAX_PREFERRED_ROWS
+
+
 def prefers_matmul_kernel(
     x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[MatmulStage, ...], backend: Backend
 ) -> bool:
     """Whether matmul_stages of a backend can run these and was measured to be faster than what XLA makes of them."""
     if backend == "reference":
         return False
-    if x.shape[0] > matmul_sizes.FEW_ROWS:
+    if not has_product_kernels(x.shape[0]):
         return x.shape[0] >= MIN_PREFERRED_ROWS and _have_row_kernels(stages, x.shape[0])
-    if matmul_sizes.unsupported_reason(x, stages) is not None:
+    if _unsupported_products(x, stages) is not None:
         return False
     return x.shape[-1] <= MAX_PREFERRED_INPUT and sum(stage.weight.size for stage in stages) <= MAX_PREFERRED_WEIGHTS
+
+
+def _unsupported_products(x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[MatmulStage, ...]) -> str | None:
+    """Why no kernel computes these products, in words."""
+    sizes = matmul_sizes if x.shape[0] <= matmul_sizes.FEW_ROWS else row_matmul_sizes
+    return sizes.unsupported_reason(x, stages)
 
 
 def matmul_stages(
@@ -67,24 +87,26 @@ def matmul_stages(
     *,
     backend: Backend,
 ) -> tuple[jax.Array, ...]:
-    """See ops.matmul_stages. One kernel, or one a stage where thread blocks cannot wait for each other.
+    """See ops.matmul_stages.
 
-    The products of more than FEW_ROWS rows are XLA's, with kernels for the norms and gates around them where they have
-    one.
+    For FEW_ROWS rows one kernel, or one a stage where thread blocks cannot wait for each other; for 16 to 256 one a
+    stage. The products of more are XLA's, with kernels for the norms and gates around them where they have one.
     """
-    from pallas_kernels import skinny_matmul
+    from pallas_kernels import row_matmul, skinny_matmul
 
-    if len(x) > matmul_sizes.FEW_ROWS and _have_row_kernels(stages, len(x)):
-        return _products_of_many_rows(x, stages, residual, backend)
-    reason = matmul_sizes.unsupported_reason(x, stages)
+    reason = _unsupported_products(x, stages)
     if reason is not None:
+        if len(x) > matmul_sizes.FEW_ROWS and _have_row_kernels(stages, len(x)):
+            return _products_of_many_rows(x, stages, residual, backend)
         raise NotImplementedError(f"{backend} matmul: {reason}; use backend 'reference'")
     device = jax.devices()[0]
     # Where there is no GPU this compiles for one elsewhere.
     num_sms = getattr(device, "core_count", None) if device.platform == "gpu" else None
     interpret = is_interpreted(backend)
-    config = matmul_config(interpret=interpret, num_sms=num_sms)
-    return skinny_matmul.matmul_stages(x, stages, residual, arrivals, config=config, interpret=interpret)
+    is_few = len(x) == matmul_sizes.FEW_ROWS
+    kernels, config_of = (skinny_matmul, matmul_config) if is_few else (row_matmul, row_matmul_config)
+    config: Any = config_of(interpret=interpret, num_sms=num_sms)
+    return kernels.matmul_stages(x, stages, residual, arrivals, config=config, interpret=interpret)
 
 
 def _products_of_many_rows(

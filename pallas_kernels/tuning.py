@@ -128,7 +128,12 @@ H200_MATMUL = MatmulConfig()
 # alone of Llama-3.1-8B 23.7 and 18.9.
 MAX_PREFERRED_INPUT = 2048  # columns
 MAX_PREFERRED_WEIGHTS = 48 * 2**20  # elements
-# Norms and gates of more than FEW_ROWS rows are left to XLA up to here. Milliseconds a step of Qwen3-0.6B, XLA and
+# The most rows whose products are kernels: skinny_matmul's, as measured above, for 8, row_matmul's for 16 to 256. The
+# latter have been checked in the interpreter and compiled for an H200, but neither run nor timed on one:
+# scripts/bench_matmul.py --rows does both, against XLA in the same run, and scripts/bench_rows.py has whole steps. This
+# is to be the largest number of rows at which they are faster; the bounds above come from 8 rows.
+MAX_PREFERRED_ROWS = 8
+# Norms and gates of more rows than that are left to XLA up to here. Milliseconds a step of Qwen3-0.6B, XLA and
 # kernels, on one H200: 7.057 and 7.068 for 256 rows, 5.141 and 5.108 for 2,048, 38.03 and 37.61 for 16,384.
 MIN_PREFERRED_ROWS = 2048
 INTERPRET_MATMUL = MatmulConfig(num_ctas=3, max_slots=2, one_kernel=False, copy_whole_tiles=False, in_flight=0)
@@ -142,3 +147,42 @@ def matmul_config(*, interpret: bool, num_sms: int | None) -> MatmulConfig:
       num_sms: of the GPU; None stands for an H200.
     """
     return INTERPRET_MATMUL if interpret else replace(H200_MATMUL, num_ctas=num_sms or NUM_SMS)
+
+
+@dataclass(frozen=True)
+class RowMatmulConfig:
+    """How products of 16 to 256 rows are cut. See row_matmul.matmul_stages.
+
+    Attributes:
+      num_ctas: CTAs that are resident at once, one an SM: so many at most wait for each other.
+      max_parts: of K.
+      exchange_bytes: what a CTA could read in the time that an exchange of parts takes beside its own bytes.
+      max_tokens: rows that a CTA takes; more rows than that read the weights again.
+      sharers: CTAs, 1 or 2, that get the same part of x by one copy: a cluster. Not for the interpreter.
+      slot_bytes: of the ring, at most: a copy costs its warp 0.2 us.
+      max_slots: of the ring; fewer if shared memory is short.
+      smem_bytes: for the ring and for turning results around.
+      wait_for_parts: CTAs that share a product wait for each other by atomics. Two such kernels must not run side by
+        side: one's operands have to depend on the other's results. False: a second kernel adds the parts, for the
+        interpreter.
+    """
+
+    num_ctas: int = NUM_SMS
+    max_parts: int = 8
+    exchange_bytes: int = 192 * 1024
+    max_tokens: int = 256
+    sharers: int = 1
+    slot_bytes: int = 64 * 1024
+    max_slots: int = 8
+    smem_bytes: int = 224 * 1024
+    wait_for_parts: bool = True
+
+
+H200_ROW_MATMUL = RowMatmulConfig()
+# K is cut where it can be, and rings are short, so that small products take every path.
+INTERPRET_ROW_MATMUL = RowMatmulConfig(max_parts=4, exchange_bytes=0, slot_bytes=1, max_slots=2, wait_for_parts=False)
+
+
+def row_matmul_config(*, interpret: bool, num_sms: int | None) -> RowMatmulConfig:
+    """The configuration for a backend; arguments as for matmul_config."""
+    return INTERPRET_ROW_MATMUL if interpret else replace(H200_ROW_MATMUL, num_ctas=num_sms or NUM_SMS)

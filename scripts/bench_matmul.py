@@ -1,6 +1,9 @@
-"""Check and time the kernels of few rows against XLA on one H200: single products and whole layers without attention.
+"""Check and time the kernels of products against XLA on one H200: single products and whole layers without attention.
 
     timeout 150 env PYTHONPATH=. python scripts/bench_matmul.py --out matmul.json
+    timeout 580 env PYTHONPATH=. python scripts/bench_matmul.py --rows --out row_matmul.json
+
+The first line is about the kernels of 8 rows, the second one about those of 16 to 256.
 
 Times are wall clock over many queued calls of one program that runs a chain of layers, each with weights of its own, so
 that nothing stays in the L2 cache; with the compiler options of the engine it is one CUDA graph, as a step is. Between
@@ -33,13 +36,17 @@ from jaxvllm.compile_cache import compiler_options
 from pallas_kernels.arg_specs import LAYER_SHAPES, LayerShape
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_matmul import matmul_stages as reference_stages
+from pallas_kernels.row_matmul import matmul_stages as row_stages
+from pallas_kernels.row_matmul_sizes import NUM_COUNTERS
 from pallas_kernels.skinny_matmul import matmul_stages
-from pallas_kernels.tuning import H200_MATMUL, MatmulConfig
+from pallas_kernels.tuning import H200_MATMUL, H200_ROW_MATMUL
 
-ROWS, REAL_ROWS = 8, 3
+ROWS = 8
 MAX_RELATIVE_ERROR = 1e-2
 Params = dict[str, Any]
 Layer = Callable[[jax.Array, jax.Array, Params, jax.Array], tuple[jax.Array, jax.Array]]
+# Of x, stages, residual and arrivals.
+Run = Callable[..., tuple[jax.Array, ...]]
 
 
 MODELS = {shape.name: shape for shape in LAYER_SHAPES}
@@ -86,21 +93,21 @@ def layer_xla(x: jax.Array, attended: jax.Array, params: Params, arrivals: jax.A
 
 
 def layer_kernels(
-    x: jax.Array, attended: jax.Array, params: Params, arrivals: jax.Array, *, config: MatmulConfig, splits: int
+    x: jax.Array, attended: jax.Array, params: Params, arrivals: jax.Array, *, run: Run, splits: int
 ) -> tuple:
     """One call for attention's end, the feed-forward and the norm and qkv behind it; or `splits` calls more."""
     stages = stages_of(params)
     tail, qkv = tuple(stages[name] for name in LAYER[:-1]), (stages["qkv"],)
     if splits == 0:
-        *_, x, out = matmul_stages(attended, (*tail, *qkv), x, arrivals, config=config)
+        *_, x, out = run(attended, (*tail, *qkv), x, arrivals)
         return x, out
-    x = matmul_stages(attended, tail, x, arrivals, config=config)[-1]
-    return x, matmul_stages(x, qkv, None, arrivals, config=config)[-1]
+    x = run(attended, tail, x, arrivals)[-1]
+    return x, run(x, qkv, None, arrivals)[-1]
 
 
 def chain_of_layers(layer: Layer, shape: LayerShape, x: jax.Array, params: Params) -> jax.Array:
     """All layers; a slice of each layer's qkv stands for attention."""
-    arrivals = jnp.zeros(8, jnp.int32)
+    arrivals = jnp.zeros(NUM_COUNTERS, jnp.int32)
     one = jax.jit(layer)
     attended = jnp.tile(x, (1, -(-shape.attended // shape.hidden)))[:, : shape.attended]
     for i in range(NUM_LAYERS[shape.name]):
@@ -113,11 +120,9 @@ def _is_leaf(node: Any) -> bool:
     return not isinstance(node, dict)
 
 
-def chain_of_one(
-    name: str, run: Callable[..., tuple[jax.Array, ...]], shape: LayerShape, x: jax.Array, params: Params
-) -> jax.Array:
+def chain_of_one(name: str, run: Run, shape: LayerShape, x: jax.Array, params: Params) -> jax.Array:
     """One of the four products in every layer; its result, cut or repeated, is the next one's input."""
-    arrivals = jnp.zeros(8, jnp.int32)
+    arrivals = jnp.zeros(NUM_COUNTERS, jnp.int32)
     one = jax.jit(run)
     inputs = params[name].shape[-1]
     residual = x
@@ -165,43 +170,66 @@ def exact(stage: MatmulStage, x: np.ndarray, residual: np.ndarray | None) -> np.
     wide = partial(np.asarray, dtype=np.float64)
     if stage.norm_weight is not None:
         x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + stage.eps) * wide(stage.norm_weight)
-    y = np.einsum("tk,...nk->...tn", x, wide(stage.weight))
+    y = x @ np.swapaxes(wide(stage.weight), -1, -2)
     y = y[0] / (1 + np.exp(-y[0])) * y[1] if stage.is_gated else y
     return y if residual is None else y + residual
 
 
-def check(shape: LayerShape, params: Params, config: MatmulConfig, names: tuple[str, ...]) -> dict:
+@dataclass(frozen=True)
+class Check:
     """The stages of layer 1 in one call against float64; pads are NaN, then not, and the bits have to be the same.
 
     So they have to be when the call is made once more in the same program, with the counters that the first one left.
     """
-    stages = tuple(stages_of(jax.tree.map(lambda w: w[1], params, is_leaf=_is_leaf))[name] for name in names)
-    rng = np.random.default_rng(0)
-    draw = partial(rng.standard_normal)
-    x = jnp.asarray(draw((ROWS, stages[0].weight.shape[-1])), jnp.bfloat16)
-    residual = jnp.asarray(draw((ROWS, shape.hidden)), jnp.bfloat16)
-    has_residual = any(stage.adds_residual for stage in stages)
 
-    @jax.jit
-    def twice(x: jax.Array, residual: jax.Array, arrivals: jax.Array) -> list[jax.Array]:
-        run = partial(matmul_stages, residual=residual if has_residual else None, arrivals=arrivals, config=config)
-        first = run(x, stages)[-1]
+    shape: LayerShape
+    params: Params
+    run: Run
+    names: tuple[str, ...]
+    num_rows: int
+
+    @property
+    def real_rows(self) -> int:
+        """Most of them: thread blocks may share the rows."""
+        return self.num_rows - 5
+
+    def arguments(self) -> tuple[tuple[MatmulStage, ...], jax.Array, jax.Array]:
+        """Stages, x and the residual."""
+        of_layer = stages_of(jax.tree.map(lambda w: w[1], self.params, is_leaf=_is_leaf))
+        stages = tuple(of_layer[name] for name in self.names)
+        draw = np.random.default_rng(0).standard_normal
+        x = jnp.asarray(draw((self.num_rows, stages[0].weight.shape[-1])), jnp.bfloat16)
+        return stages, x, jnp.asarray(draw((self.num_rows, self.shape.hidden)), jnp.bfloat16)
+
+    def _twice(self, stages: tuple[MatmulStage, ...], x: jax.Array, residual: jax.Array) -> list[jax.Array]:
+        has_residual = any(stage.adds_residual for stage in stages)
+        rest = (stages, residual if has_residual else None, jnp.zeros(NUM_COUNTERS, jnp.int32))
+        first = self.run(x, *rest)[-1]
         # Finite rows stay what they are, but behind the first call: at once the two would wait for each other's SMs.
         x = x + 0 * first[:, :1]
-        return [first, run(x, stages)[-1]]
+        return [first, self.run(x, *rest)[-1]]
 
-    def call(x: jax.Array, residual: jax.Array) -> np.ndarray:
-        return np.asarray(twice(x, residual, jnp.zeros(8, jnp.int32)), np.float64)[:, :REAL_ROWS]
+    def lower(self) -> Any:
+        return jax.jit(self._twice).lower(*self.arguments())
 
-    got = call(x, residual)
-    poisoned = call(x.at[REAL_ROWS:].set(jnp.nan), residual.at[REAL_ROWS:].set(jnp.nan))
-    want, stream = np.asarray(x, np.float64), np.asarray(residual, np.float64)
-    for stage in stages:
-        want = exact(stage, want, stream if stage.adds_residual else None)
-        stream = want if stage.adds_residual else stream
-    error = float(np.linalg.norm(got[0] - want[:REAL_ROWS]) / np.linalg.norm(want[:REAL_ROWS]))
-    same_bits = bool((got == poisoned).all() and (got[0] == got[1]).all())
-    return {"relative_error": error, "same_bits_beside_nan": same_bits, "ok": error < MAX_RELATIVE_ERROR and same_bits}
+    def result(self, compiled: Any) -> dict:
+        """What is right."""
+        stages, x, residual = self.arguments()
+        real = self.real_rows
+
+        def call(x: jax.Array, residual: jax.Array) -> np.ndarray:
+            return np.asarray(compiled(stages, x, residual), np.float64)[:, :real]
+
+        got = call(x, residual)
+        poisoned = call(x.at[real:].set(jnp.nan), residual.at[real:].set(jnp.nan))
+        want, stream = np.asarray(x[:real], np.float64), np.asarray(residual[:real], np.float64)
+        for stage in stages:
+            want = exact(stage, want, stream if stage.adds_residual else None)
+            stream = want if stage.adds_residual else stream
+        # Of the worst row.
+        error = float((np.linalg.norm(got[0] - want, axis=1) / np.linalg.norm(want, axis=1)).max())
+        bits = bool((got == poisoned).all() and (got[0] == got[1]).all())
+        return {"relative_error": error, "same_bits_beside_nan": bits, "ok": error < MAX_RELATIVE_ERROR and bits}
 
 
 @dataclass(frozen=True)
@@ -213,14 +241,15 @@ class Row:
     args: tuple[jax.Array, Params]
     num_layers: int
     num_bytes: int  # of weights a layer
-    check: Callable[[], dict] | None = None
+    check: Check | None = None
 
-    def lower(self) -> Any:
-        return jax.jit(self.chain).lower(*self.args)
+    def lower(self) -> list[Any]:
+        """The chain and the check."""
+        return [jax.jit(self.chain).lower(*self.args)] + ([self.check.lower()] if self.check is not None else [])
 
-    def measure(self, compiled: Any) -> dict:
-        checked = {} if self.check is None else self.check()
-        seconds = seconds_a_call(compiled, self.args) / self.num_layers
+    def measure(self, chain: Any, check: Any = None) -> dict:
+        checked = {} if self.check is None else self.check.result(check)
+        seconds = seconds_a_call(chain, self.args) / self.num_layers
         return {**checked, "us": round(1e6 * seconds, 2), "tb_s": round(self.num_bytes / seconds / 1e12, 2)}
 
 
@@ -231,12 +260,14 @@ def run_rows(rows: list[Row], out: Path | None) -> None:
         options = compiler_options(jax.default_backend())
         lowered = [row.lower() for row in rows]
         print(f"{len(rows)} programs lowered", file=sys.stderr, flush=True)
-        compiled = [pool.submit(partial(one.compile, compiler_options=options)) for one in lowered]
-        wait(compiled)
-    for row, program in zip(rows, compiled, strict=True):
+        compiled = [
+            [pool.submit(partial(one.compile, compiler_options=options)) for one in of_row] for of_row in lowered
+        ]
+        wait([program for of_row in compiled for program in of_row])
+    for row, programs in zip(rows, compiled, strict=True):
         print(f"{row.names} ...", file=sys.stderr, flush=True)
         try:
-            result = row.measure(program.result())
+            result = row.measure(*[program.result() for program in programs])
         except Exception as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"[:300]}
@@ -248,45 +279,75 @@ def run_rows(rows: list[Row], out: Path | None) -> None:
 
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 KERNELS = replace(H200_MATMUL, one_kernel=False)
+ROW_KERNELS = "row kernels"
+# What else of them may be worth trying: fields of RowMatmulConfig. More than 8 parts would not be resident at once.
+ROW_VARIANTS = {
+    "parts 1": {"max_parts": 1},
+    "parts 2": {"max_parts": 2},
+    "parts 4": {"max_parts": 4},
+    "more parts": {"exchange_bytes": 64 * 1024},
+    "tokens 32": {"max_tokens": 32},
+    "tokens 128": {"max_tokens": 128},
+    "x for two": {"sharers": 2},
+    "x for two, tokens 128": {"sharers": 2, "max_tokens": 128},
+    "slots of 32 KiB": {"slot_bytes": 32 * 1024},
+    "two thread blocks an SM": {"smem_bytes": 112 * 1024, "slot_bytes": 32 * 1024},
+}
+
+
+def row_run(variant: str) -> Run:
+    """The kernels of 16 to 256 rows in a variant, "row kernels, NAME"."""
+    _, _, name = variant.partition(", ")
+    return partial(row_stages, config=replace(H200_ROW_MATMUL, **ROW_VARIANTS[name]) if name else H200_ROW_MATMUL)
 
 
 def bytes_of(params: Params, names: tuple[str, ...] = PRODUCTS) -> int:
     return sum(params[name][0].nbytes for name in names)
 
 
-def product_rows(shape: LayerShape, params: Params, names: tuple[str, ...]) -> list[Row]:
-    x = jnp.ones((ROWS, shape.hidden), jnp.bfloat16)
+def product_rows(shape: LayerShape, params: Params, names: tuple[str, ...], num_rows: int = ROWS) -> list[Row]:
+    """Each product by itself, as XLA and as a kernel."""
+    x = jnp.ones((num_rows, shape.hidden), jnp.bfloat16)
     swapped = in_out(params)
+    run = partial(matmul_stages, config=KERNELS) if num_rows == ROWS else row_run(ROW_KERNELS)
     rows = []
     for name in names:
         xla = partial(chain_of_one, name, run_xla, shape)
-        kernel = partial(chain_of_one, name, partial(matmul_stages, config=KERNELS), shape)
-        checked = partial(check, shape, params, KERNELS, (name,))
+        kernel = partial(chain_of_one, name, run, shape)
+        checked = Check(shape, params, run, (name,), num_rows)
         variants: dict[str, tuple] = {
             "xla [in, out]": (partial(with_in_out, xla), swapped, None),
             "kernel": (kernel, params, checked),
         }
+        what = name if num_rows == ROWS else f"{name}, {num_rows} rows"
         for variant, (chain, weights, checks) in variants.items():
-            row = {"model": shape.name, "what": name, "variant": variant}
+            row = {"model": shape.name, "what": what, "variant": variant}
             rows.append(Row(row, chain, (x, weights), NUM_LAYERS[shape.name], bytes_of(params, (name,)), checks))
     return rows
 
 
+def few_rows_run(variant: str) -> Run:
+    """So many kernels, with so many slots or copies in flight."""
+    config = KERNELS if variant.startswith("4") else H200_MATMUL
+    if "slots" in variant:
+        config = replace(config, max_slots=int(variant.split()[-1]))
+    if "flight" in variant:
+        config = replace(config, in_flight=int(variant.split()[-1]))
+    return partial(matmul_stages, config=config)
+
+
 def layer_rows(shape: LayerShape, params: Params, variants: tuple[str, ...], num_rows: int = ROWS) -> list[Row]:
-    """Variants: what XLA makes of weights that lie either way, or so many kernels, with so many slots."""
+    """Variants: what XLA makes of weights that lie either way, or kernels; see few_rows_run and row_run."""
     x = jnp.ones((num_rows, shape.hidden), jnp.bfloat16)
     rows = []
     for variant in variants:
         weights, layer, checks = params, layer_xla, None
         if not variant.startswith("xla"):
-            config = KERNELS if variant.startswith("4") else H200_MATMUL
-            if "slots" in variant:
-                config = replace(config, max_slots=int(variant.split()[-1]))
-            if "flight" in variant:
-                config = replace(config, in_flight=int(variant.split()[-1]))
-            splits = 0 if variant.startswith("1") else 1
-            layer = partial(layer_kernels, config=config, splits=splits)
-            checks = partial(check, shape, params, config, LAYER[: len(LAYER) - splits])
+            is_few = not variant.startswith(ROW_KERNELS)
+            run = few_rows_run(variant) if is_few else row_run(variant)
+            splits = 1 if is_few and not variant.startswith("1") else 0
+            layer = partial(layer_kernels, run=run, splits=splits)
+            checks = Check(shape, params, run, LAYER[: len(LAYER) - splits], num_rows)
         chain = partial(chain_of_layers, layer, shape)
         if variant == "xla [in, out]":
             chain, weights = partial(with_in_out, chain), in_out(params)
@@ -314,12 +375,33 @@ def plan_rows() -> list[Row]:
     return rows + layer_rows(middle, params_middle, ("2 kernels", "1 kernel"))
 
 
+def plan_row_kernels() -> list[Row]:
+    """Of 16 to 256 rows; those without waiting thread blocks before the others."""
+    small, large = ((MODELS[name], make_params(MODELS[name])) for name in ("qwen3-0.6b", "llama-3.1-8b"))
+    sizes = (64, 256, 16, 128)
+    rows = []
+    for num_rows in sizes:
+        for model in (small, large):
+            rows += layer_rows(*model, (*XLA, f"{ROW_KERNELS}, parts 1"), num_rows)
+        rows += product_rows(*small, ("qkv", "gate_up"), num_rows)
+    for num_rows in sizes:
+        for model in (small, large):
+            rows += layer_rows(*model, (ROW_KERNELS,), num_rows)
+        rows += product_rows(*small, ("o", "down"), num_rows)
+    others = tuple(f"{ROW_KERNELS}, {name}" for name in ROW_VARIANTS if name != "parts 1")
+    for num_rows in (64, 256):
+        rows += layer_rows(*small, others, num_rows)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON of all rows")
     parser.add_argument("--only", default="", help="rows whose variant contains this")
+    parser.add_argument("--rows", action="store_true", help="the kernels of 16 to 256 rows in the place of those of 8")
     args = parser.parse_args()
-    run_rows([row for row in plan_rows() if args.only in row.names["variant"]], args.out)
+    planned = plan_row_kernels() if args.rows else plan_rows()
+    run_rows([row for row in planned if args.only in row.names["variant"]], args.out)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The kernels of norms and gates inside whole steps of many rows, against what XLA makes of these.
+"""The kernels of norms and gates, or of whole products, inside steps of many rows, against what XLA makes of these.
 
     PYTHONPATH=. python scripts/bench_rows.py --out rows.json
 
-All layers of a model for the tokens of a decode step and of prefill steps, without the sampler: with XLA's norms and
-gates, and with the kernels, which the engine takes from MIN_PREFERRED_ROWS on. Steps of both are timed in turns, many
+All layers of a model for the tokens of decode steps and of prefill steps, without the sampler: as XLA makes them, and
+with the kernels that serve them: for products up to 256 rows, which the engine takes up to MAX_PREFERRED_ROWS; for
+norms and gates above, which it takes from MIN_PREFERRED_ROWS on. Steps of both are timed in turns, many
 queued at a time, so that neither has a cooler card. A trace of each then tells what took how long; times of products
 depend on the card's power there, more than on these kernels. The hidden states of the two are compared.
 """
@@ -36,7 +37,7 @@ from jaxvllm.model_config import ModelConfig
 from jaxvllm.model_source import resolve
 from jaxvllm.models.registry import get_model_class
 from jaxvllm.weights.dummy import dummy_params
-from pallas_kernels import FEW_ROWS, Kind, mosaic_matmul
+from pallas_kernels import FEW_ROWS, Kind, mosaic_matmul, tuning
 
 BLOCK_SIZE = 16
 VARIANTS = ("xla", "kernels")
@@ -78,6 +79,8 @@ class Step:
 
 
 STEPS = (
+    Step("decode", 16, 800, 1),
+    Step("decode", 64, 800, 1),
     Step("decode", 256, 800, 1),
     Step("mixed", 1, 1024, 1024),
     Step("mixed", 1, 2048, 2048),
@@ -99,6 +102,7 @@ def compile_all(config: ModelConfig, params: Any, cache: jax.ShapeDtypeStruct) -
     jobs: dict[Step, Variants] = {step: {} for step in STEPS}
     with ThreadPoolExecutor(len(STEPS) * len(VARIANTS)) as pool:
         for variant in VARIANTS:
+            tuning.MAX_PREFERRED_ROWS = 256 if variant == "kernels" else 0
             layer_context.prefers_matmul_kernel = by_shape if variant == "kernels" else lambda *_: False
             for step in STEPS:
                 assert step.num_tokens > FEW_ROWS, "few rows have kernels of their own"

@@ -3,8 +3,9 @@
     pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
     PYTHONPATH=. python scripts/compile_for_h200.py [--only NAME]
 
-For every model of pallas_kernels.arg_specs, the few-row products of its layers, and their norms and gates of many rows:
-no kernel spills registers (but for what KNOWN_SPILLS says), and the donated KV cache is the one that comes back.
+For every model of pallas_kernels.arg_specs, the products of its layers up to 256 rows, and their norms and gates of
+many rows: no kernel spills registers (but for what KNOWN_SPILLS says), the compiler does not make products wait for
+each other, and the donated KV cache is the one that comes back.
 For whole decode steps, of few rows and of many: all of it is one command buffer (a CUDA graph). Exits with 1 otherwise.
 """
 
@@ -58,6 +59,8 @@ device_description_str: "NVIDIA H200"
 # addresses and the like, outside of the loops over key tiles. More than this would be news.
 KNOWN_SPILLS = {"gemma-2-2b mixed": 88, "gemma-3-1b fp8 mixed": 64}
 KERNEL = re.compile(r"Function properties for (\S+)")
+# What ptxas says when it makes each product of the tensor cores wait for the one before.
+SERIAL = re.compile(r"C7510|C7513")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
@@ -93,12 +96,15 @@ def compile_kernels(only: str) -> list[str]:
 
 
 def compile_products(only: str) -> None:
-    """Compile the few-row products of each layer, alone and, where one kernel takes them, after each other."""
+    """Compile the few-row products of each layer, alone and, where one kernel takes them, after each other.
+
+    And those of 16 to 256 rows, one kernel each, as they follow each other.
+    """
     import jax
     import jax.numpy as jnp
 
     from pallas_kernels import FEW_ROWS, LayerSlice, make_arrivals, matmul_stages, prefers_matmul_kernel
-    from pallas_kernels.arg_specs import LAYER_SHAPES, layer_stages
+    from pallas_kernels.arg_specs import LAYER_SHAPES, ROW_PRODUCTS, layer_stages
 
     device = _device()
 
@@ -111,15 +117,18 @@ def compile_products(only: str) -> None:
 
     for shape in LAYER_SHAPES:
         stages = layer_stages(shape, has_bias=True)
-        chains = [(name,) for name in stages] + [("o", "gate_up", "down"), ("o", "gate_up", "down", "qkv")]
-        for chain in chains:
-            name = f"{shape.name} products {'+'.join(chain)}"
+        whole = ("o", "gate_up", "down", "qkv")
+        chains = [(FEW_ROWS, (name,)) for name in stages] + [(FEW_ROWS, whole[:-1]), (FEW_ROWS, whole)]
+        chains += [(rows, whole) for rows in ROW_PRODUCTS]
+        for rows, chain in chains:
+            name = f"{shape.name} products of {rows} rows {'+'.join(chain)}"
             of_chain = tuple(stages[part] for part in chain)
-            x: Any = jax.ShapeDtypeStruct((FEW_ROWS, of_chain[0].weight.shape[-1]), jnp.bfloat16)
-            if only not in name or not prefers_matmul_kernel(x, of_chain, "mosaic_gpu"):
+            x: Any = jax.ShapeDtypeStruct((rows, of_chain[0].weight.shape[-1]), jnp.bfloat16)
+            is_wanted = rows != FEW_ROWS or prefers_matmul_kernel(x, of_chain, "mosaic_gpu")
+            if only not in name or not is_wanted:
                 continue
             print(f"== {name}", flush=True)
-            residual = jax.ShapeDtypeStruct((FEW_ROWS, shape.hidden), jnp.bfloat16)
+            residual = jax.ShapeDtypeStruct((rows, shape.hidden), jnp.bfloat16)
             specs = (x, jax.tree.map(stacked, of_chain), residual if chain != ("qkv",) else None)
             specs = jax.tree.map(lambda x: _on(device, x), (*specs, jax.ShapeDtypeStruct((), jnp.int32)))
             jax.jit(call).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
@@ -209,11 +218,13 @@ def _on(device, x):
 
 
 def find_spills(output: str) -> list[str]:
-    """Kernels that spill, from what ptxas printed between the markers of the models."""
+    """Kernels that spill or wait after each product, from what ptxas printed between the markers of the models."""
     wrong, model, kernel = [], "", ""
     for line in output.splitlines():
         if line.startswith("== "):
             model = line[3:]
+        elif SERIAL.search(line):
+            wrong.append(f"{model}: {line}")
         elif match := KERNEL.search(line):
             kernel = match[1]
         elif (match := SPILLS.search(line)) and kernel:

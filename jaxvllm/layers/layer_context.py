@@ -12,7 +12,14 @@ from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.layers.rope import rope_tables
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.rope_config import RopeConfig
-from pallas_kernels import FEW_ROWS, Backend, MatmulStage, make_arrivals, matmul_stages, prefers_matmul_kernel
+from pallas_kernels import (
+    Backend,
+    MatmulStage,
+    has_product_kernels,
+    make_arrivals,
+    matmul_stages,
+    prefers_matmul_kernel,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +145,7 @@ class Products:
         Returns: the result of the last stage.
         """
         is_kernel = prefers_matmul_kernel(x, stages, self.backend)
-        if len(x) == FEW_ROWS and self.backend != "reference":
+        if has_product_kernels(len(x)) and self.backend != "reference":
             sizes = ", ".join("x".join(map(str, stage.weight.shape)) for stage in stages)
             logger.info("%d rows times %s: %s", len(x), sizes, "Pallas kernel" if is_kernel else "XLA")
         backend = self.backend if is_kernel else "reference"
@@ -151,7 +158,8 @@ class Products:
     def end(self, x: jax.Array, stages: tuple[MatmulStage, ...], residual: jax.Array) -> Hidden:
         """The layer's last products, the last of which adds the residual; then the next layer's first ones.
 
-        As one kernel where there is one: weights of the next layer are on their way while this one's are worked on.
+        In one go: as one kernel where there is one, so that weights of the next layer are on their way while this one's
+        are worked on, or so that the last product begins the next one's norm.
         """
         if self.next_layer is None:
             return Hidden(self.project(x, stages, residual))

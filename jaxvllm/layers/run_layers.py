@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxvllm.layers.layer_context import Attended, Hidden, LayerInputs, Products
-from pallas_kernels import FEW_ROWS, Backend, LayerSlice, make_arrivals, prefers_matmul_kernel
+from pallas_kernels import Backend, LayerSlice, has_product_kernels, make_arrivals, prefers_matmul_kernel
 
 
 def default_unroll() -> bool:
@@ -153,9 +153,9 @@ def _layer_of(graphdef: Any, weights: dict, number: jax.Array) -> Any:
 
 
 def _runs_ahead(graphdef: Any, weights: dict, x: jax.Array, backend: Backend) -> bool:
-    """Whether kernels of few rows take a layer's last products and the next one's first in one go."""
+    """Whether kernels take a layer's last products and the next one's first in one go."""
     layer = _layer_of(graphdef, weights, jnp.array(0, jnp.int32))
-    if len(x) != FEW_ROWS or not hasattr(layer, "first_stages"):
+    if not has_product_kernels(len(x)) or not hasattr(layer, "first_stages"):
         return False
     stages = (*layer.last_stages(), *layer.first_stages())
     attended = jax.ShapeDtypeStruct((len(x), stages[0].weight.shape[-1]), x.dtype)

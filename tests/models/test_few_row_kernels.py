@@ -9,6 +9,7 @@ from jaxvllm.attention_metadata import AttentionMetadata
 from jaxvllm.layers.parameter import bind, param_specs
 from jaxvllm.models.registry import get_model_class
 from jaxvllm.weights.dummy import dummy_params
+from pallas_kernels import tuning
 from tests.models.test_models import config_of
 from tests.pallas_kernels.test_mosaic_lowering import KERNEL
 
@@ -57,22 +58,32 @@ def test_a_layer_of_llama_ends_with_the_first_product_of_the_next():
     assert len(KERNEL.findall(lowered_step("Qwen3ForCausalLM", 2 * ROWS))) == ATTENTION
 
 
+def test_a_bound_on_the_rows_decides_how_far_kernels_serve(monkeypatch):
+    """One a product then, also of a layer's end and the next one's beginning: they hand each other the norm's share."""
+    monkeypatch.setattr(tuning, "MAX_PREFERRED_ROWS", 2 * ROWS)
+    assert len(KERNEL.findall(lowered_step("Qwen3ForCausalLM", 2 * ROWS))) == 1 + ATTENTION + 4
+    assert len(KERNEL.findall(lowered_step("Gemma3ForCausalLM", 2 * ROWS))) == ATTENTION + 4
+    assert len(KERNEL.findall(lowered_step("Qwen3ForCausalLM", 4 * ROWS))) == ATTENTION
+
+
 def test_kernels_take_the_weights_of_all_layers_and_only_xla_gets_slices():
     """A slice handed to a kernel costs the host time in every step."""
     assert "dynamic_slice" not in lowered_step("Qwen3ForCausalLM", ROWS)
     assert "dynamic_slice" in lowered_step("Qwen3ForCausalLM", 2 * ROWS)
 
 
-def test_a_step_through_the_kernels_is_the_step_of_the_reference():
+@pytest.mark.parametrize("num_rows", [ROWS, 2 * ROWS])
+def test_a_step_through_the_kernels_is_the_step_of_the_reference(num_rows, monkeypatch):
+    monkeypatch.setattr(tuning, "MAX_PREFERRED_ROWS", num_rows)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = config_of("Qwen3ForCausalLM", **{**SIZES, **sizes, "num_hidden_layers": 2})
     model = get_model_class("Qwen3ForCausalLM")(config, unroll_layers=True)
     params = dummy_params(param_specs(model))
-    lens = np.array([5, 16, 31, 0, 0, 0, 0, 0], np.int32)
-    tables = np.zeros((ROWS, 2), np.int32)
+    lens, slots = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+    lens[:3], slots[:3] = [5, 16, 31], [16 + 4, 32 + 15, 64 + 14]
+    tables = np.zeros((num_rows, 2), np.int32)
     tables[:3] = [[1, 0], [2, 0], [3, 4]]
-    slots = np.array([16 + 4, 32 + 15, 64 + 14, 0, 0, 0, 0, 0], np.int32)
-    starts = np.minimum(np.arange(ROWS + 1), 3).astype(np.int32)
+    starts = np.minimum(np.arange(num_rows + 1), 3).astype(np.int32)
     shape = (2, 5, 2, config.num_kv_heads, 16, config.head_dim)
     cache = np.asarray(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16))
 
@@ -85,7 +96,7 @@ def test_a_step_through_the_kernels_is_the_step_of_the_reference():
             bound = bind(model, params)
             return bound.compute_logits(bound(ids, lens, kv_cache, metadata)[0], backend)
 
-        ids = np.arange(ROWS, dtype=np.int32) + 3
+        ids = np.arange(num_rows, dtype=np.int32) + 3
         return np.asarray(jax.jit(forward)(params, ids, cache, metadata)[:3], np.float32)
 
     got, want = run("mosaic_gpu_interpret"), run("reference")

@@ -1,0 +1,171 @@
+"""Products of 16 to 256 rows with what surrounds them, on every backend, against a float64 oracle."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import LayerSlice, MatmulStage, make_arrivals, matmul_stages, prefers_matmul_kernel, row_matmul
+from pallas_kernels.arg_specs import LAYER_SHAPES, layer_stages
+from pallas_kernels.row_matmul_sizes import NUM_COUNTERS, make_sizes
+from pallas_kernels.tuning import H200_ROW_MATMUL, INTERPRET_ROW_MATMUL
+from tests.pallas_kernels.test_matmul_stages import Case, Draw, assert_matches, layer_tail
+from tests.pallas_kernels.test_mosaic_lowering import KERNEL
+
+KERNELS = ("mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu))
+DECODE_ROWS = (16, 32, 64, 96, 128, 192, 256)
+
+
+def cut(rows: int, stage: MatmulStage, config=H200_ROW_MATMUL):
+    return make_sizes(rows, jnp.bfloat16, stage, None, num_squares=0, layer_indices=[0], config=config)
+
+
+BF16, F16 = Draw("bfloat16"), Draw("float16")
+
+
+def case_of(draw: Draw, rows: int, *stages: MatmulStage) -> Case:
+    """All rows but for 5 are real, so that each share of them has some."""
+    return draw.case(*stages, rows=rows, real_rows=rows - 5)
+
+
+# The interpreter's configuration cuts K of 2 or 4 atoms of 64 into as many parts, and leaves K of 1 or 5 whole.
+CASES = {
+    "bias, activation, the ring goes round": case_of(BF16, 24, BF16.stage(192, 320, has_bias=True, activation="relu")),
+    "parts, with more rows than a warpgroup takes at a time": case_of(
+        BF16, 256, BF16.stage(64, 128, has_bias=True, adds_residual=True)
+    ),
+    "norm of Gemma, gate, bias": case_of(
+        BF16,
+        64,
+        BF16.stage(2, 96, 320, has_norm=True, has_bias=True, unit_offset=True, activation="gelu_pytorch_tanh"),
+    ),
+    "all after each other, every product of parts": case_of(BF16, 16, *layer_tail(BF16, 128, 256, 128, has_bias=True)),
+    "a norm behind a gate, float16": case_of(
+        F16, 256, F16.stage(2, 64, 64, activation="silu"), F16.stage(64, 64, has_norm=True, unit_offset=True)
+    ),
+}
+# The end of a layer and the beginning of the next one.
+DOWN_AND_QKV = case_of(BF16, 64, BF16.stage(64, 128, adds_residual=True), BF16.stage(128, 64, has_norm=True))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("name", CASES)
+def test_products_match_float64_and_pads_of_nan_reach_no_other_row(name, backend):
+    assert_matches(CASES[name], backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", DECODE_ROWS)
+def test_thread_blocks_that_wait_for_each_other_add_all_parts(rows):
+    case = case_of(BF16, rows, *layer_tail(BF16, 1024, 2048, 3072))
+    assert_matches(case, "mosaic_gpu")
+    np.testing.assert_array_equal(case.run("mosaic_gpu"), case.run("mosaic_gpu"))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_weights_of_two_layers_are_found_in_stacks_and_bits_do_not_depend_on_pads_or_calls(backend):
+    case = DOWN_AND_QKV
+    x, (down, qkv), residual = jax.tree.map(
+        partial(jnp.asarray, dtype=case.dtype), (case.x, case.stages, case.residual)
+    )
+    down = jax.tree.map(lambda w: jnp.stack([jnp.nan * w, w]), down)
+    qkv = jax.tree.map(lambda w: jnp.stack([w, jnp.nan * w]), qkv)
+
+    @jax.jit
+    def run(layer, following):
+        pairs = ((down, layer), (qkv, following))
+        stages = tuple(jax.tree.map(partial(LayerSlice, layer=number), stage) for stage, number in pairs)
+        return matmul_stages(x, stages, residual, make_arrivals(backend), backend=backend)
+
+    first = [np.asarray(out, np.float64)[: case.real_rows] for out in run(jnp.int32(1), jnp.int32(0))]
+    np.testing.assert_array_equal(first[1], case.run(backend)[: case.real_rows])
+    last = run(jnp.int32(1), jnp.int32(-1))
+    np.testing.assert_array_equal(np.asarray(last[0], np.float64)[: case.real_rows], first[0])
+    other = replace(case, x=np.nan_to_num(case.x, nan=7.0), residual=np.nan_to_num(case.residual, nan=-3.0))
+    np.testing.assert_array_equal(other.run(backend)[: case.real_rows], first[1], "whatever lies in pads")
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (BF16.case(BF16.stage(64, 64), rows=264), "264 rows, only multiples of 8 from 16 to 256"),
+        (BF16.case(BF16.stage(64, 64), rows=20), "20 rows"),
+        (BF16.case(BF16.stage(96, 64), rows=16), "64 inputs and 96 outputs, only multiples of 64 and 64"),
+        (BF16.case(BF16.stage(2, 48, 64), rows=16), "48 outputs, only multiples of 64 and 32"),
+        (BF16.case(BF16.stage(64, 96), rows=16), "96 inputs"),
+        (BF16.case(BF16.stage(64, 64, activation="gelu"), rows=16), "activation gelu"),
+        (Draw("float32").case(Draw("float32").stage(64, 64), rows=16), "dtype float32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_without_a_kernel_it_says_why(case, message):
+    with pytest.raises(NotImplementedError, match=f"{message}.*use backend 'reference'"):
+        case.run("mosaic_gpu_interpret")
+
+
+def test_how_the_products_of_a_layer_are_cut():
+    """As in the LOG: attention's output and down in 8 parts, the others whole; all in flight that fits."""
+    stages = layer_stages(LAYER_SHAPES[0])
+    for rows in (16, 64):
+        sizes = {name: cut(rows, stage) for name, stage in stages.items()}
+        assert {name: (one.num_ctas, one.parts) for name, one in sizes.items()} == {
+            "qkv": (64, 1),
+            "o": (128, 8),
+            "gate_up": (96, 1),
+            "down": (128, 8),
+        }
+    assert cut(64, stages["o"]).num_enders == 8 and cut(16, stages["o"]).num_enders == 4
+
+
+@pytest.mark.parametrize(
+    "config",
+    [H200_ROW_MATMUL, INTERPRET_ROW_MATMUL, replace(H200_ROW_MATMUL, smem_bytes=64 * 1024, max_slots=1)],
+    ids=["H200", "interpreter", "no room"],
+)
+@pytest.mark.parametrize("shape", LAYER_SHAPES, ids=lambda shape: shape.name)
+def test_cuts_are_whole_and_thread_blocks_that_wait_are_resident(shape, config):
+    for rows in (*DECODE_ROWS, 24):
+        for name, stage in layer_stages(shape).items():
+            sizes = cut(rows, stage, config)
+            assert sizes.steps * sizes.slot_inputs * sizes.parts == sizes.num_inputs, name
+            assert sizes.num_enders * sizes.rows_each == sizes.tokens and sizes.num_enders <= sizes.parts, name
+            assert sizes.rows_each % sizes.end_rows == 0
+            assert sizes.num_slots == sizes.steps or sizes.num_slots >= 2, name
+            if sizes.parts > 1:
+                assert sizes.num_ctas <= config.num_ctas and sizes.num_groups <= NUM_COUNTERS, name
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "options"),
+    tuple(zip(LAYER_SHAPES, (256, 16, 96, 256), ({}, {"unit_offset": True}, {"has_bias": True}, {}), strict=True)),
+    ids=[shape.name for shape in LAYER_SHAPES],
+)
+def test_the_products_of_a_layer_lower_to_a_kernel_each(shape, rows, options):
+    """Mosaic checks layouts and the 227 KiB of shared memory while it lowers."""
+    stages = layer_stages(shape, **options)
+    stages = tuple(stages[name] for name in ("o", "gate_up", "down", "qkv"))
+
+    def call(x, stages, residual):
+        return matmul_stages(x, stages, residual, make_arrivals("mosaic_gpu"), backend="mosaic_gpu")
+
+    x, residual = (jax.ShapeDtypeStruct((rows, width), jnp.bfloat16) for width in (shape.attended, shape.hidden))
+    text = jax.jit(call).trace(x, stages, residual).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(KERNEL.findall(text)) == len(stages)
+
+
+def test_a_kernel_whose_thread_blocks_share_x_lowers():
+    like = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    stages = (layer_stages(LAYER_SHAPES[0])["qkv"],)
+    run = partial(row_matmul.matmul_stages, config=replace(H200_ROW_MATMUL, sharers=2))
+    traced = jax.jit(run).trace(like((32, 1024)), stages, None, like((NUM_COUNTERS,), dtype=jnp.int32))
+    assert len(KERNEL.findall(traced.lower(lowering_platforms=("cuda",)).as_text())) == 1
+
+
+def test_layers_do_not_ask_for_kernels_that_were_not_timed():
+    stages = layer_stages(LAYER_SHAPES[0])
+    for rows in DECODE_ROWS:
+        x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
+        assert not prefers_matmul_kernel(x, (stages["qkv"],), "mosaic_gpu")
