@@ -26,5 +26,5 @@ triton: Any = LazyModule("jax.experimental.pallas.triton")
 def import_kernels() -> None:
     """Import all of it now, and the kernels: for a process that is going to be forked."""
     importlib.import_module("jax.experimental.pallas.triton")
-    for kernels in ("decode", "prefill", "skinny_matmul"):
+    for kernels in ("decode", "prefill", "row_matmul", "skinny_matmul"):
         importlib.import_module(f"pallas_kernels.{kernels}")
