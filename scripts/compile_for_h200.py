@@ -6,7 +6,8 @@
 For every model of pallas_kernels.arg_specs, the products of its layers up to 256 rows, and their norms and gates of
 many rows: no kernel spills registers (but for what KNOWN_SPILLS says), the compiler does not make products wait for
 each other, and the donated KV cache is the one that comes back.
-For whole decode steps, of few rows and of many: all of it is one command buffer (a CUDA graph). Exits with 1 otherwise.
+For whole steps, decode of few rows and of many, and mixed: all of it is one command buffer (a CUDA graph), and a mixed
+one computes no product twice. Exits with 1 otherwise.
 """
 
 import argparse
@@ -166,9 +167,10 @@ def compile_rows(only: str) -> None:
 
 
 def compile_step(folder: Path) -> list[str]:
-    """Compile whole decode steps of a model, few rows and many; what is wrong, in words."""
+    """Compile whole steps of a model, decode of few rows and of many, and mixed; what is wrong, in words."""
     from jaxvllm.compile_cache import compiler_options
     from jaxvllm.kv_cache import KVCacheSpec
+    from jaxvllm.layers.layer_context import Attended
     from jaxvllm.layers.parameter import bind, param_shapes, param_specs
     from jaxvllm.model_config import ModelConfig
     from jaxvllm.model_runner import ModelRunner, RunnerConfig
@@ -177,31 +179,45 @@ def compile_step(folder: Path) -> list[str]:
     from scheduler.batch import BatchLimits
     from scheduler.buckets import BucketKey, powers_of_two
 
-    print("== decode step", flush=True)
     mesh = make_mesh([_device()], 1)
     config = ModelConfig.from_hf(QWEN3)
     limits = BatchLimits(64, 4096, 16, config.vocab_size)
     model = get_model_class(config.architecture)(config)
     model.unroll_layers = True  # as on a GPU
-    spec = KVCacheSpec.of_model(config, 16, backend="mosaic_gpu")
     runner = ModelRunner(
         lambda traced: bind(model, traced),
         param_shapes(param_specs(model), mesh),
-        RunnerConfig(limits, powers_of_two(64, 2048), spec, config.num_heads, config.vocab_size, "mosaic_gpu", mesh),
+        RunnerConfig(
+            limits,
+            powers_of_two(64, 2048),
+            KVCacheSpec.of_model(config, 16, backend="mosaic_gpu"),
+            config.num_heads,
+            config.vocab_size,
+            "mosaic_gpu",
+            mesh,
+            attended=Attended.of_one_token(config, is_finished=False),
+        ),
     )
     runner.set_num_blocks(4096)
     wrong = []
-    for rows in (8, 64):
-        runner._lower_step(BucketKey("decode", rows, rows)).compile(compiler_options("gpu"))
-        sequences = list(folder.glob("*step_decode*thunk_sequence_after_thunk_passes*"))
+    for key in (BucketKey("decode", 8, 8), BucketKey("decode", 64, 64), BucketKey("mixed", 1024, 64)):
+        print(f"== {key}", flush=True)
+        compiled = runner._lower_step(key).compile(compiler_options("gpu"))
+        sequences = list(folder.glob(f"*step_{key.kind}*thunk_sequence_after_thunk_passes*"))
         if not sequences:
-            return [*wrong, f"decode step of {rows} rows: the compiler wrote no thunk sequence"]
+            return [*wrong, f"{key}: the compiler wrote no thunk sequence"]
         newest = max(sequences, key=lambda path: path.stat().st_mtime_ns)
         kinds = re.findall(r"^\d+: (\w+)", newest.read_text(), re.MULTILINE)
-        print(f"== thunks of {rows} rows: {kinds}", flush=True)
+        print(f"== thunks of {key}: {kinds}", flush=True)
         if kinds != ["kCommandBuffer"]:
             outside = [kind for kind in kinds if kind != "kCommandBuffer"]
-            wrong.append(f"decode step of {rows} rows: {len(outside)} thunks outside its graph: {outside}")
+            wrong.append(f"{key}: {len(outside)} thunks outside its graph: {outside}")
+        if key.kind == "mixed":
+            # Four products a layer and the logits. XLA may run one whose result is kept for prompt logprobs once more.
+            num_products = compiled.as_text().count('custom_call_target="__cublas')
+            print(f"== products of {key}: {num_products}", flush=True)
+            if num_products != 4 * config.num_layers + 1:
+                wrong.append(f"{key}: {num_products} products instead of {4 * config.num_layers + 1}")
     return wrong
 
 
@@ -236,7 +252,7 @@ def find_spills(output: str) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="only models whose name contains this; 'step' for the decode step")
+    parser.add_argument("--only", default="", help="only models whose name contains this; 'step' for the whole steps")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
@@ -254,7 +270,7 @@ def main() -> int:
             "JAX_PLATFORMS": "cpu",
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
             "MOSAIC_GPU_DUMP_PTXAS": "1",
-            "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*step_decode.*",
+            "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*step_(decode|mixed).*",
         }
         command = [sys.executable, __file__, "--child", folder, "--only", args.only]
         done = subprocess.run(
