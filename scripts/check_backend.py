@@ -28,7 +28,7 @@ from jaxvllm.kv_cache import KVCacheSpec
 from jaxvllm.layers.parameter import bind, param_specs
 from jaxvllm.model_source import resolve
 from jaxvllm.models.registry import get_model_class
-from jaxvllm.step import run_model
+from jaxvllm.step import make_step
 from jaxvllm.weights.dummy import dummy_params
 from pallas_kernels import Backend
 from scheduler.batch import BatchLimits
@@ -51,7 +51,8 @@ class LogitsRunner:
     """Runs plans with one backend and gives the logits instead of sampling."""
 
     def __init__(self, model, config, params, limits: BatchLimits, num_blocks: int, backend: Backend) -> None:
-        self.model, self.params, self.limits, self.backend = model, params, limits, backend
+        self.model, self.params, self.limits = model, params, limits
+        self.backend: Backend = backend
         self.num_heads = config.num_heads
         spec = KVCacheSpec(
             config.num_layers, config.num_kv_heads, config.head_dim, limits.block_size, jnp.dtype(config.dtype)
@@ -67,25 +68,16 @@ class LogitsRunner:
         token_ids = jnp.broadcast_to(jnp.asarray(last_tokens)[:, None], self.state.token_ids.shape)
         self.state = replace(self.state, token_ids=token_ids)
         if plan.key not in self.steps:
+            layout = PlanLayout.make(plan.key, self.limits)
+            step = make_step(partial(bind, self.model), plan.key, layout, self.backend, self.num_heads)
             options = compiler_options(jax.default_backend()) or None
-            self.steps[plan.key] = jax.jit(
-                partial(self._step, plan.key), donate_argnums=(1, 2), compiler_options=options
-            )
+            self.steps[plan.key] = jax.jit(step, donate_argnums=(1, 2), compiler_options=options)
         step = self.steps[plan.key]
         print(f"{plan.key} {self.backend}", file=sys.stderr, flush=True)
         # "highest" keeps a float32 product from being computed in TF32; it says nothing about bfloat16 ones.
         with jax.default_matmul_precision("highest"):
-            logits, self.kv_cache, self.state = step(self.params, self.kv_cache, self.state, plan.buffer)
-        return np.asarray(logits)[: plan.num_reqs]
-
-    def _step(self, key: BucketKey, params, kv_cache, state: DeviceState, buffer):
-        plan = PlanLayout.make(key, self.limits).unpack(buffer)
-        if "admits" in plan:
-            state = state.admit(plan["admits"])
-        state = state.append_blocks(plan["block_appends"])
-        model = bind(self.model, params)
-        attended, kv_cache = run_model(model, plan, state, kv_cache, key, self.backend, self.num_heads)  # type: ignore[arg-type]
-        return model.compute_logits(attended.take(plan["logits_indices"])), kv_cache, state
+            output, self.kv_cache, self.state = step(self.params, self.kv_cache, self.state, plan.buffer)
+        return np.asarray(output.logits)[: plan.num_reqs]
 
 
 def make_runners(name: str, requested: str | None, limits: BatchLimits) -> dict[str, LogitsRunner]:
