@@ -4,19 +4,9 @@ from pathlib import Path
 import pytest
 
 from tests.engine.tokenizers_fixture import k_bytes
+from tests.tiny_config import T_TINY
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 264,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "eos_token_id": 262,
-}
+LLAMA = T_TINY | {"max_position_embeddings": 1024}
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )

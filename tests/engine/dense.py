@@ -8,12 +8,6 @@ from safetensors.numpy import save_file
 
 from tests.engine.conftest import write_model
 
-T_TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 264, "hidden_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 128, "max_position_embeddings": 8192, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
-    "torch_dtype": "float32", "eos_token_id": 262,
-}  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "factor": 16, "low_freq_factor": 1, "high_freq_factor": 4,
     "original_max_position_embeddings": 4096,

@@ -18,7 +18,8 @@ from scheduler.cost_model import load_cost_model, roofline
 from scheduler.plan import PlanLayout
 from scheduler.simulate import Simulation
 from scheduler.trace import synthetic_trace
-from tests.engine.dense import T_TINY, random_tensors, write_folder
+from tests.engine.dense import random_tensors, write_folder
+from tests.tiny_config import T_TINY
 
 LIMITS = ["--max-num-seqs", "2", "--max-num-batched-tokens", "8", "--max-model-len", "32"]
 

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 
 from jaxvllm import EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from jaxvllm.detokenizer import IncrementalDetokenizer, TextDecoder
-from tests.engine.dense import T_TINY, successor_tensors, write_folder
+from tests.engine.dense import successor_tensors, write_folder
 from tests.engine.tokenizers_fixture import EOS, TAG, k_bytes, k_sp
+from tests.tiny_config import T_TINY
 
 T_SUCC = T_TINY | {"hidden_size": 272, "num_hidden_layers": 1}
 COMPASS_PLANE = [259, 32, 261, 167, 173, 226, 156, 136, 239, 184, 143, 120]

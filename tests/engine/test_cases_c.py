@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from jaxvllm import Engine, SamplingParams
-from tests.engine.dense import T_TINY, dense_logits, random_tensors, successor_tensors, write_folder
+from tests.engine.dense import dense_logits, random_tensors, successor_tensors, write_folder
 from tests.engine.tiny_core import EXECUTOR, TinyCore, ids, solo
+from tests.tiny_config import T_TINY
 
 TARGET = {"seed": 42, "temperature": 0.8, "top_p": 0.95, "max_tokens": 24}
 COMPANY = {

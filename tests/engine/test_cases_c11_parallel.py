@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxvllm import Engine, SamplingParams
-from tests.engine.dense import T_TINY, dense_logits, random_tensors, write_folder
+from tests.engine.dense import dense_logits, random_tensors, write_folder
+from tests.tiny_config import T_TINY
 
 PROMPT = list(range(40, 57))
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 256, "bucket_policy": "one_shape"}

@@ -21,7 +21,6 @@ from jaxvllm.weights.gguf_checkpoint import hf_name
 from jaxvllm.weights.load import load_params
 from tests.engine.dense import (
     LLAMA3,
-    T_TINY,
     dense_logits,
     random_tensors,
     rope_frequencies,
@@ -31,6 +30,7 @@ from tests.engine.dense import (
 )
 from tests.engine.tokenizers_fixture import k_bytes
 from tests.parity.paged_driver import PagedDriver
+from tests.tiny_config import T_TINY
 from tests.weights.tiny_gguf import write_gguf
 
 PROMPT = np.random.default_rng(5).integers(0, 256, 101).tolist()

@@ -18,8 +18,9 @@ from jaxvllm import Engine, SamplingParams
 from jaxvllm.executor import DeviceExecutor
 from jaxvllm.model_runner import LOGPROB_POSITIONS
 from scheduler.plan import PlanLayout
-from tests.engine.dense import T_TINY, random_tensors, write_folder
+from tests.engine.dense import random_tensors, write_folder
 from tests.engine.tiny_core import LIMITS, NUM_BLOCKS, VOCAB_SIZE, TinyCore, ids, shared_runner, solo
+from tests.tiny_config import T_TINY
 
 COMPILE_EVENT = "backend_compile_duration"
 

@@ -15,8 +15,9 @@ from jaxvllm.core_messages import EngineCoreRequest
 from jaxvllm.dispatcher import MAX_STEPS_ON_DEVICE, Dispatcher
 from scheduler.config import SchedulerConfig
 from scheduler.outputs import ModelRunnerOutput
-from tests.engine.dense import T_TINY, random_tensors, write_folder
+from tests.engine.dense import random_tensors, write_folder
 from tests.engine.fake_executor import Done, fails_in_dispatch_at_step_9
+from tests.tiny_config import T_TINY
 
 EXECUTOR = "tests.engine.fake_executor:fails_in_dispatch_at_step_9"
 DEATH_S = 1.0

@@ -11,7 +11,8 @@ from jaxvllm import Engine, SamplingParams
 from jaxvllm.executor import with_dtype
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.parallel import kv_cache_sharding, make_mesh
-from tests.engine.dense import T_TINY, dense_logits, random_tensors, write_folder
+from tests.engine.dense import dense_logits, random_tensors, write_folder
+from tests.tiny_config import T_TINY
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,8 @@ def test_a_clone_shares_nothing():
 
 
 def test_a_custom_processor_works_with_the_core_in_a_process_of_its_own(tmp_path):
-    from tests.engine.dense import T_TINY, random_tensors, write_folder
+    from tests.engine.dense import random_tensors, write_folder
+    from tests.tiny_config import T_TINY
 
     folder = write_folder(tmp_path, T_TINY, random_tensors(T_TINY))
     sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 64, "kv_cache_memory_bytes": 1 << 20}

@@ -11,15 +11,9 @@ from jaxvllm.model_runner import ModelRunner, RunnerConfig
 from jaxvllm.models.registry import get_model_class
 from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketPolicy
+from tests.tiny_config import T_TINY
 
-CONFIG = ModelConfig.from_hf(
-    {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 264, "hidden_size": 64,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "intermediate_size": 128, "max_position_embeddings": 8192, "tie_word_embeddings": False,
-        "torch_dtype": "float32", "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    }
-)  # fmt: skip
+CONFIG = ModelConfig.from_hf(T_TINY)
 
 
 def make_runner(limits: BatchLimits, policy: BucketPolicy, num_blocks: int, **options) -> ModelRunner:
@@ -31,7 +25,7 @@ def make_runner(limits: BatchLimits, policy: BucketPolicy, num_blocks: int, **op
         return jnp.asarray(values, jnp.float32)
 
     params = {name: draw(spec) for name, spec in param_specs(model).items()}
-    spec = KVCacheSpec(2, 2, 16, limits.block_size, jnp.dtype(jnp.float32))
+    spec = KVCacheSpec.of_model(CONFIG, limits.block_size)
     runner = ModelRunner(
         lambda traced: bind(model, traced),
         params,

@@ -10,8 +10,9 @@ import pytest
 
 from jaxvllm.logprobs import Logprob
 from jaxvllm.server.logprobs import TokenNames, chat_logprobs
-from tests.engine.dense import T_TINY, dense_logits, random_tensors, write_folder
+from tests.engine.dense import dense_logits, random_tensors, write_folder
 from tests.server.process import Server, running_server
+from tests.tiny_config import T_TINY
 
 PROMPT = np.random.default_rng(7).integers(97, 123, 50).tolist()  # letters: a token is a character
 GREEDY = {"temperature": 0, "ignore_eos": True}

@@ -15,10 +15,12 @@ from jaxvllm.model_source import resolve
 from jaxvllm.models.registry import MODELS, get_model_class
 from jaxvllm.weights.gguf_checkpoint import hf_name, unpermute_rows
 from jaxvllm.weights.load import load_params
+from tests.engine.dense import dense_logits
 from tests.parity.paged_driver import PagedDriver
+from tests.tiny_config import T_TINY
 from tests.weights import tiny_gguf, tiny_llama
 from tests.weights.test_gguf import permute_rows, raw_bytes
-from tests.weights.tiny_llama import EMBEDDING, HEAD, dense_logits, tiny_tensors, write_folder, write_shards
+from tests.weights.tiny_llama import EMBEDDING, HEAD, tiny_tensors, write_folder, write_shards
 
 IDS = np.random.default_rng(5).integers(0, tiny_llama.VOCAB, 23).tolist()
 TENSORS = tiny_tensors()
@@ -68,7 +70,7 @@ def without(*names: str) -> dict[str, np.ndarray]:
 )
 def test_d01_logits_come_from_the_head_that_the_config_means(tmp_path, tie, stored, head):
     got = logits_of(write_folder(tmp_path / "m", stored, tie_word_embeddings=tie))
-    assert_close(got, dense_logits(TENSORS, IDS, head))
+    assert_close(got, dense_logits(T_TINY, {**TENSORS, HEAD: head}, IDS))
 
 
 @pytest.mark.parametrize("tie", [False, None])
@@ -87,7 +89,7 @@ def split() -> tuple[dict[str, dict[str, np.ndarray]], dict[str, str]]:
 
 
 def test_d02_shards_give_the_logits_of_one_file_whatever_lies_beside_them(tmp_path):
-    expected = dense_logits(TENSORS, IDS, TENSORS[HEAD])
+    expected = dense_logits(T_TINY, TENSORS, IDS)
     shards, weight_map = split()
     stray = {name: value + 1 for name, value in TENSORS.items() if ".layers.0." in name}
     other_copy = {**shards[SECOND], "model.norm.weight": np.full(tiny_llama.HIDDEN, 7, np.float32)}
@@ -157,7 +159,7 @@ def test_d11_logits_of_a_gguf_file_in_f32_equal_those_of_safetensors(tmp_path, a
         np.testing.assert_array_equal(got[name], value, err_msg=name)
     if arch == "llama":
         assert_close(logits_of(gguf), logits_of(folder), tolerance=1e-5)
-        assert_close(logits_of(gguf), dense_logits(TENSORS, IDS, TENSORS[HEAD]))
+        assert_close(logits_of(gguf), dense_logits(T_TINY, TENSORS, IDS))
 
 
 D12_KINDS = {

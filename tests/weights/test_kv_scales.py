@@ -14,8 +14,9 @@ from jaxvllm.model_config import ModelConfig
 from jaxvllm.models.llama import LlamaForCausalLM
 from jaxvllm.weights.load import load_params
 from tests.parity.paged_driver import PagedDriver
+from tests.tiny_config import T_TINY
 from tests.weights.test_load import DictCheckpoint
-from tests.weights.tiny_llama import CONFIG, HEAD_DIM, KV_HEADS, LAYERS, tiny_tensors
+from tests.weights.tiny_llama import HEAD_DIM, KV_HEADS, LAYERS, tiny_tensors
 
 FP8 = jnp.float8_e4m3fn
 PREFIX = "model.layers.{layer}.self_attn"
@@ -76,7 +77,7 @@ def test_a_scale_that_is_no_positive_number_is_an_error(scale, message):
 
 def test_scales_in_a_checkpoint_are_no_error_where_the_cache_is_not_of_8_bits():
     arrays = tiny_tensors() | {f"model.layers.0.self_attn.{x}_scale": np.float32(2) for x in "qkv"}
-    config = ModelConfig.from_hf(CONFIG)
+    config = ModelConfig.from_hf(T_TINY)
     load_params(param_specs(LlamaForCausalLM(config)), DictCheckpoint(arrays))
 
 
@@ -90,7 +91,7 @@ def test_scales_in_a_checkpoint_are_no_error_where_the_cache_is_not_of_8_bits():
     ],
 )
 def test_a_checkpoint_made_for_an_8_bit_cache_gets_one(quantization, asked, got):
-    config = ModelConfig.from_hf({**CONFIG, "quantization_config": quantization})
+    config = ModelConfig.from_hf({**T_TINY, "quantization_config": quantization})
     model_config, cache_dtype = with_cache_dtype(config, asked)
     assert (cache_dtype, model_config.has_kv_scales) == got
 
@@ -105,10 +106,10 @@ def test_keys_and_values_too_large_for_8_bits_are_right_with_their_scales(unroll
         for name, factor in (("k", k_factor), ("q", 1 / k_factor), ("v", v_factor), ("o", 1 / v_factor)):
             large[f"{attention}.{name}_proj.weight"] *= np.float32(factor)
         large[f"{attention}.k_scale"], large[f"{attention}.v_scale"] = np.float32(k_factor), np.float32(v_factor)
-    prompt = np.random.default_rng(1).integers(0, CONFIG["vocab_size"], 40)
+    prompt = np.random.default_rng(1).integers(0, T_TINY["vocab_size"], 40)
 
     def logits(arrays: dict[str, np.ndarray], *, has_kv_scales: bool, dtype=FP8) -> np.ndarray:
-        config = dataclasses.replace(ModelConfig.from_hf(CONFIG), has_kv_scales=has_kv_scales)
+        config = dataclasses.replace(ModelConfig.from_hf(T_TINY), has_kv_scales=has_kv_scales)
         model = LlamaForCausalLM(config, unroll_layers=unroll_layers)
         params = load_params(param_specs(model), DictCheckpoint(arrays))
         driver = PagedDriver(model, config, params, put_cache=lambda x: jnp.asarray(x, dtype))
