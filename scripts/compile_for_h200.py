@@ -214,7 +214,7 @@ def compile_step(folder: Path) -> list[str]:
             wrong.append(f"{key}: {len(outside)} thunks outside its graph: {outside}")
         if key.kind == "mixed":
             # Four products a layer and the logits. XLA may run one whose result is kept for prompt logprobs once more.
-            num_products = compiled.as_text().count('custom_call_target="__cublas')
+            num_products = (compiled.as_text() or "").count('custom_call_target="__cublas')
             print(f"== products of {key}: {num_products}", flush=True)
             if num_products != 4 * config.num_layers + 1:
                 wrong.append(f"{key}: {num_products} products instead of {4 * config.num_layers + 1}")
