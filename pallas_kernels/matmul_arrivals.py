@@ -1,13 +1,15 @@
-"""How the thread blocks of the few-row products wait for each other between products. Not for the interpreter."""
+"""How thread blocks wait for each other, between products of few rows and for parts of one. Not for the interpreter."""
 
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from pallas_kernels.common import Ref, plgpu
 
 
-def arrive(arrivals_ref: Ref, index: int) -> None:
-    """Tell all CTAs that this one's part of a stage is stored. All 128 threads of the computing warpgroup call it."""
+def arrive(arrivals_ref: Ref, index: int | jax.Array) -> None:
+    """Tell other CTAs, by a counter, that this one's part is stored. All 128 threads that compute call it."""
 
     def run(mgpu: Any, counter: Callable[[], Any]) -> None:
         mgpu.utils.warpgroup_barrier()  # the stores of all 128 threads come before the release
@@ -47,15 +49,39 @@ def reset_arrivals(arrivals_ref: Ref, index: int, num_ctas: int) -> None:
     _with_counter(arrivals_ref, index, run)
 
 
-def _with_counter(arrivals_ref: Ref, index: int, run: Callable[[Any, Callable[[], Any]], None]) -> None:
+def wait_for_parts(arrivals_ref: Ref, index: int | jax.Array, parts: int, readers: int) -> None:
+    """Wait until so many CTAs have arrived, and read what they stored. All 128 threads of each reader call it, once.
+
+    Each reader counts itself too, and the last one sets the counter back to 0, as all of them have seen it by then.
+    """
+    ptx = (
+        "{ .reg .pred again; .reg .pred last; .reg .u32 seen; "
+        f"poll: ld.acquire.gpu.global.u32 seen, [$0]; setp.lt.u32 again, seen, {parts}; @again bra poll; "
+        "atom.acq_rel.gpu.global.add.u32 seen, [$0], 1; "
+        f"setp.eq.u32 last, seen, {parts + readers - 1}; @last st.global.u32 [$0], 0; }}"
+    )
+
+    def run(mgpu: Any, counter: Callable[[], Any]) -> None:
+        with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
+            mgpu.utils.inline_ptx(ptx, counter(), has_side_effects=True)
+        mgpu.utils.warpgroup_barrier()
+
+    _with_counter(arrivals_ref, index, run)
+
+
+def _with_counter(arrivals_ref: Ref, index: int | jax.Array, run: Callable[[Any, Callable[[], Any]], None]) -> None:
     """Call run(mgpu, function that gives the address of a counter) where the kernel is lowered."""
     # The dialect modules are private until Pallas has atomics of its own here.
     from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
     from jax.experimental.mosaic import gpu as mgpu
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def inline(ctx: Any, counters: Any) -> None:
-        i32 = ir.IntegerType.get_signless(32)
-        run(mgpu, lambda: mgpu.utils.getelementptr(mgpu.utils.memref_ptr(counters), [index], i32))
+    known = () if isinstance(index, jax.Array) else (index,)
+    traced = (index,) if isinstance(index, jax.Array) else ()
 
-    inline(arrivals_ref)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT for _ in traced]))
+    def inline(ctx: Any, counters: Any, *numbers: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        place = [*known, *(number.registers.item() for number in numbers)]
+        run(mgpu, lambda: mgpu.utils.getelementptr(mgpu.utils.memref_ptr(counters), place, i32))
+
+    inline(arrivals_ref, *traced)

@@ -26,10 +26,10 @@ from jax import lax
 from pallas_kernels import reference_matmul
 from pallas_kernels.common import PRODUCT_ROWS, Ref, kernel, pl, plgpu, swizzled_smem
 from pallas_kernels.layer_slice import as_stack
+from pallas_kernels.matmul_arrivals import arrive, wait_for_parts
 from pallas_kernels.matmul_sizes import layer_numbers
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.row_matmul_end import Place, Results, write_rstd
-from pallas_kernels.row_matmul_parts import arrive, wait_for_parts
 from pallas_kernels.row_matmul_sizes import TURNED_STRIDE, RowMatmulRefs, RowMatmulSizes, make_sizes
 from pallas_kernels.tuning import RowMatmulConfig
 
