@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import workloads
+from pretended_device import PretendedStep, sleep_until
 
 import jaxvllm.core
 from jaxvllm import Engine, SamplingParams
@@ -27,7 +28,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.dispatcher import DispatchedStep, Dispatcher
 from scheduler.batch import BatchLimits
 from scheduler.buckets import powers_of_two
-from scheduler.outputs import ModelRunnerOutput, SchedulerOutput
+from scheduler.outputs import SchedulerOutput
 from scheduler.plan import Planner, StepPlan
 from scheduler.sampling_params import RequestOutputKind
 
@@ -64,13 +65,16 @@ class PretendedDevice:
         plan = self._planner.build(scheduler_output)
         return None if plan is None else self._dispatcher.submit(partial(self._dispatch, plan))
 
-    def _dispatch(self, plan: StepPlan) -> "PretendedStep":
+    def _dispatch(self, plan: StepPlan) -> PretendedStep:
         start = time.monotonic()
         while time.monotonic() < start + PYTHON_OF_DISPATCH_S:
             pass
-        _sleep_until(start + self._dispatch_s)
+        sleep_until(start + self._dispatch_s)
         self._is_free_at = max(self._is_free_at, time.monotonic()) + self._device_s
-        return PretendedStep(self._is_free_at, plan)
+        token_id = int(self._is_free_at * 1e6) % CLOCK_TOKENS
+        sampled = plan.needs_sample.tolist()
+        tokens = {i: token_id for i, is_sampled in zip(plan.request_ids, sampled, strict=True) if is_sampled}
+        return PretendedStep(self._is_free_at, tokens)
 
     def metrics(self) -> dict[str, float]:
         """See Executor."""
@@ -81,33 +85,9 @@ class PretendedDevice:
         self._dispatcher.shutdown()
 
 
-class PretendedStep:
-    """Its tokens are known when the device would have made them."""
-
-    def __init__(self, ready_at: float, plan: StepPlan) -> None:
-        self._ready_at, self._plan = ready_at, plan
-
-    def wait_until_done(self) -> None:
-        """See StepOnDevice."""
-        _sleep_until(self._ready_at)
-
-    def wait(self) -> ModelRunnerOutput:
-        """See StepOnDevice."""
-        _sleep_until(self._ready_at)
-        token_id = int(self._ready_at * 1e6) % CLOCK_TOKENS
-        sampled = self._plan.needs_sample.tolist()
-        return ModelRunnerOutput(
-            {i: token_id for i, is_sampled in zip(self._plan.request_ids, sampled, strict=True) if is_sampled}
-        )
-
-
 def make_pretended(config: EngineConfig) -> PretendedDevice:
     """The executor's factory, for the core's process."""
     return PretendedDevice(config)
-
-
-def _sleep_until(at: float) -> None:
-    time.sleep(max(at - time.monotonic(), 0.0))
 
 
 def measure(engine: Engine, num_requests: int, num_tokens: int) -> tuple[list[float], list[float]]:

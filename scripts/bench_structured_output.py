@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import workloads
 from llguidance import LLMatcher
+from pretended_device import PretendedStep
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxvllm import Engine, RequestOutput, SamplingParams, StructuredOutputsParams
@@ -39,7 +40,7 @@ from jaxvllm.tokenizer import Tokenizer as ModelTokenizer
 from scheduler.batch import BatchLimits
 from scheduler.buckets import powers_of_two
 from scheduler.config import SchedulerConfig
-from scheduler.outputs import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from scheduler.outputs import EngineCoreOutputs, SchedulerOutput
 from scheduler.plan import Planner, StepPlan
 from scheduler.scheduler import PIPELINED_GRAMMARS
 
@@ -146,17 +147,17 @@ class PretendedDevice:
         for new in scheduler_output.scheduled_new_requests:
             self._num_sampled[int(new.request_id)] = 0
         plan = self._planner.build(scheduler_output)
-        return None if plan is None else self._dispatcher.submit(lambda: self._dispatch(plan))  # pyright: ignore
+        return None if plan is None else self._dispatcher.submit(lambda: self._dispatch(plan))
 
-    def _dispatch(self, plan: StepPlan) -> "PretendedStep":
+    def _dispatch(self, plan: StepPlan) -> PretendedStep:
         time.sleep(self._dispatch_s)
         step_s = float(np.interp(plan.key.R, *self._step_times))
-        self._is_free_at = max(self._is_free_at, time.perf_counter()) + step_s
+        self._is_free_at = max(self._is_free_at, time.monotonic()) + step_s
         if plan.masks is not None:
             for _, buffer in plan.masks.buffers():
                 time.sleep(MASKS_DISPATCH_S + buffer.nbytes / MASKS_BYTES_PER_S)
             time.sleep(SAMPLE_DISPATCH_S)
-            self._is_free_at = max(self._is_free_at, time.perf_counter()) + SAMPLE_S
+            self._is_free_at = max(self._is_free_at, time.monotonic()) + SAMPLE_S
         tokens = {}
         for request_id, needs_sample in zip(plan.request_ids, plan.needs_sample.tolist(), strict=True):
             if needs_sample:
@@ -170,19 +171,6 @@ class PretendedDevice:
 
     def shutdown(self) -> None:
         self._dispatcher.shutdown()
-
-
-class PretendedStep:
-    """Its tokens are known when the device would have made them."""
-
-    dispatch_s = 0.0  # the loop's own thread does it
-
-    def __init__(self, ready_at: float, tokens: dict[str, int]) -> None:
-        self._ready_at, self._tokens = ready_at, tokens
-
-    def wait(self) -> ModelRunnerOutput:
-        time.sleep(max(self._ready_at - time.perf_counter(), 0))
-        return ModelRunnerOutput(self._tokens)
 
 
 class Phases:
