@@ -1,4 +1,4 @@
-"""What accelerator this machine has, found without starting a JAX backend or a CUDA context in this process."""
+"""What accelerator this machine has, found without starting a JAX backend or a CUDA context."""
 
 import ctypes
 import importlib.util
@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 _NVML_LIBRARY = "libnvidia-ml.so.1"
+_CUDA_LIBRARY = "libcuda.so.1"
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
@@ -45,3 +46,29 @@ def probe_gpu(index: int = 0) -> GpuInfo:
         return GpuInfo(name.value.decode(errors="replace"), int(memory[0]))
     finally:
         nvml.nvmlShutdown()
+
+
+def driver_free_bytes(ordinal: int) -> int | None:
+    """What the driver has left of a GPU on which this process has a CUDA context; None if it cannot be asked.
+
+    Args:
+      ordinal: of the device among those that this process sees.
+    """
+    try:
+        cuda = ctypes.CDLL(_CUDA_LIBRARY)
+    except OSError:
+        return None
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    if cuda.cuDeviceGet(ctypes.byref(device), ordinal) != 0:
+        return None
+    if cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) != 0:
+        return None
+    try:
+        if cuda.cuCtxPushCurrent_v2(context) != 0:
+            return None
+        failed = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        cuda.cuCtxPopCurrent_v2(ctypes.byref(context))
+        return None if failed else free.value
+    finally:
+        cuda.cuDevicePrimaryCtxRelease_v2(device)

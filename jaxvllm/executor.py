@@ -36,6 +36,7 @@ from jaxvllm.program_store import ProgramStore
 from jaxvllm.sampling import load_logits_processors
 from jaxvllm.weights.dummy import dummy_params
 from jaxvllm.weights.load import load_params
+from pallas_kernels.lazy import find_mosaic_runtime
 from pallas_kernels.tuning import NUM_SMS
 from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketPolicy
@@ -90,6 +91,8 @@ class DeviceExecutor:
 
     def _initialize(self, meanwhile: Callable[[], None]) -> int:
         config = self.config
+        if config.device == "gpu":
+            find_mosaic_runtime()
         mesh = _mesh(config)
         source = resolve(
             config.model.model,

@@ -3,8 +3,13 @@
 Mosaic's part of it takes a fifth of all the imports of an engine's start, Triton's a twentieth.
 """
 
+import contextlib
 import importlib
+import os
+from pathlib import Path
 from typing import Any
+
+from jax._src import lib
 
 
 class LazyModule:
@@ -21,6 +26,19 @@ class LazyModule:
 pl: Any = LazyModule("jax.experimental.pallas")
 plgpu: Any = LazyModule("jax.experimental.pallas.mosaic_gpu")
 triton: Any = LazyModule("jax.experimental.pallas.triton")
+
+
+def find_mosaic_runtime() -> None:
+    """Tell XLA where the library lies that its Mosaic kernels call, as `jax.experimental.mosaic.gpu` does on import.
+
+    For a process that compiles or loads what another one traced; without it no such program can be compiled. Without
+    JAX's CUDA plugin it does nothing.
+    """
+    with contextlib.suppress(ImportError):
+        extension = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
+        library = Path(extension.__file__).with_name("libmosaic_gpu_runtime.so")
+        os.environ["MOSAIC_GPU_CUDA_ROOT"] = lib.cuda_path or "/usr/local/cuda"
+        os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(library)
 
 
 def import_kernels() -> None:

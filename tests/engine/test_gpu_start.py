@@ -157,6 +157,24 @@ def test_a_pool_that_does_not_fit_says_how_many_tokens_do(model, programs):
         start(model, programs, kv_cache_memory_bytes=1 << 20, max_model_len=4096)
 
 
+HOLDER = """
+import os, sys
+os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.6"
+import jax
+jax.devices()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_share_of_the_gpu_that_another_process_holds_is_refused(model, programs):
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
+        with pytest.raises(ValueError, match=r"only \d+\.\d\d GiB of the GPU's memory are free"):
+            start(model, programs, gpu_memory_utilization=0.5)
+
+
 def test_the_most_expensive_requests_at_once_do_not_run_out_of_memory(model, programs):
     params = [SamplingParams(max_tokens=3, prompt_logprobs=20, ignore_eos=True) for _ in range(8)]
     params += [

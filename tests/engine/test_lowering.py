@@ -148,3 +148,33 @@ def test_an_exported_step_keeps_kernels_and_donation():
     direct = kernels_and_donations(step)
     assert kernels_and_donations(import_step(export_step(step, args, "cuda"))) == direct
     assert direct[0] >= 2 and direct[1] == 1 + len(jax.tree.leaves(args[2]))
+
+
+MOSAIC_RUNTIME = """
+import os, sys, types
+
+plugin, extension = types.ModuleType("jax_cuda12_plugin"), types.ModuleType("_mosaic_gpu_ext")
+extension.__file__ = sys.argv[1] + "/_mosaic_gpu_ext.so"
+plugin._mosaic_gpu_ext = extension
+sys.modules["jax_cuda12_plugin"] = plugin
+from pallas_kernels.lazy import find_mosaic_runtime
+
+def found():
+    return {name: os.environ.pop(name) for name in ("MOSAIC_GPU_CUDA_ROOT", "MOSAIC_GPU_RUNTIME_LIB_PATH")}
+
+find_mosaic_runtime()
+assert "jax.experimental.mosaic.gpu" not in sys.modules
+ours = found()
+import jax.experimental.mosaic.gpu.core
+assert ours == found(), ours
+print(ours["MOSAIC_GPU_RUNTIME_LIB_PATH"])
+"""
+
+
+def test_a_process_that_lowers_nothing_finds_the_library_that_mosaic_kernels_call(tmp_path):
+    library = tmp_path / "libmosaic_gpu_runtime.so"
+    library.touch()
+    environment = lowering_environment(next(p for p in sys.path if p))
+    command = [sys.executable, "-c", MOSAIC_RUNTIME, str(tmp_path)]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.stdout.strip() == str(library), process.stderr
