@@ -1,7 +1,8 @@
 """EngineConfig: what the engine core is told; and all that is read from the environment, here and nowhere else."""
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -126,9 +127,22 @@ class EngineConfig:
         """The whole environment of the core's process; package_root is put in front of its import path."""
         return os.environ | self.core_environment() | _import_path(package_root)
 
-    def apply_core_environment(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """For an engine in this process: set the variables here. Has no effect if a JAX backend runs already."""
-        environ.update(self.core_environment())
+    @contextmanager
+    def applied_core_environment(self) -> Iterator[None]:
+        """For an engine in this process: the variables are set here while it starts, and then are what they were.
+
+        Has no effect if a JAX backend runs already.
+        """
+        wanted = self.core_environment()
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def lowering_environment(package_root: str | None) -> dict[str, str]:

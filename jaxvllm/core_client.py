@@ -65,10 +65,10 @@ class InprocClient:
 
     def wait_until_ready(self) -> EngineCoreInfo:
         """See CoreClient."""
-        self._config.apply_core_environment()
-        from jaxvllm.core import EngineCore, make_executor  # a front end with a core process never imports the core
+        with self._config.applied_core_environment():
+            from jaxvllm.core import EngineCore, make_executor  # a front end with a core process never imports the core
 
-        self._core = EngineCore(self._config, make_executor(self._config))
+            self._core = EngineCore(self._config, make_executor(self._config))
         self._stop = weakref.finalize(self, self._core.shutdown)  # also at the interpreter's end
         return self._core.info
 

@@ -19,9 +19,10 @@ from jaxvllm.bucket_choice import choose_policy
 from jaxvllm.bucket_stats import BucketStats
 from jaxvllm.compile_cache import ProgramKey
 from jaxvllm.config import EngineConfig
+from jaxvllm.device_memory import free_device_bytes, with_room
 from jaxvllm.dispatcher import DispatchedStep, Dispatcher
 from jaxvllm.executor_start import start_lowering
-from jaxvllm.kv_cache import KVCacheSpec, cache_dtype_of, free_device_bytes
+from jaxvllm.kv_cache import KVCacheSpec, cache_dtype_of
 from jaxvllm.layers.layer_context import Attended
 from jaxvllm.layers.parameter import ParamSpec, Weight, bind, param_shapes, param_specs
 from jaxvllm.lowering import LoweringTask
@@ -115,7 +116,9 @@ class DeviceExecutor:
             if config.compile.ahead:
                 with self._lowering_of(model_config, runner.config) as lowering:
                     num_blocks = _compile_ahead(runner, sizer, num_blocks, weights.check, lowering)
-            runner.set_params(weights.result())
+            workspace_bytes = runner.workspace_bytes(sizer.largest) if config.compile.ahead else None
+            room = sizer.bytes_at_work(num_blocks, workspace_bytes)
+            runner.set_params(with_room(weights.result(), list(mesh.devices.flat), room))
         log_pool(runner.config.kv_cache, runner.config.limits, num_blocks)
         runner.initialize_kv_cache(num_blocks)
         self._runner, self._planner = runner, Planner(runner.config.limits, policy, config.seed)

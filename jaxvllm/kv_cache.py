@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxvllm.device_probe import driver_free_bytes
+from jaxvllm.device_memory import GIB
 from jaxvllm.model_config import ModelConfig
 from pallas_kernels import Backend, cache_head_dim
 from scheduler.batch import BatchLimits
 
 logger = logging.getLogger(__name__)
-
-GIB = 1024**3
 
 
 def cache_dtype_of(model_dtype: str, cache_dtype: str) -> np.dtype:
@@ -63,38 +61,8 @@ class KVCacheSpec:
         return (self.num_layers, num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     def allocate(self, num_blocks: int, sharding: Sharding | None = None) -> jax.Array:
-        """A pool of zeros, made on the device."""
-        return jnp.zeros(self.shape(num_blocks), self.dtype, device=sharding)
-
-
-def free_device_bytes(device: jax.Device) -> int | None:  # pyright: ignore[reportInvalidTypeForm]
-    """Bytes of the device's memory pool that nothing holds yet; None where the backend does not say (CPU).
-
-    The pool's limit is the share of the card that JAX was started with.
-
-    Raises: ValueError if others hold so much of the card that the pool cannot grow to its limit.
-    """
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    left = driver_free_bytes(device.local_hardware_id or 0)
-    if left is not None and "pool_bytes" in stats:
-        check_share(stats["bytes_limit"], stats["pool_bytes"] + left)
-    return stats["bytes_limit"] - stats["bytes_in_use"]
-
-
-def check_share(limit: int, available: int) -> None:
-    """Refuse a share of a card's memory, in bytes, that is not available.
-
-    JAX would start with less, and fail when the engine needs the rest.
-
-    Raises: ValueError.
-    """
-    if available < limit:
-        raise ValueError(
-            f"gpu_memory_utilization stands for {limit / GIB:.2f} GiB, but only {available / GIB:.2f} GiB of the GPU's "
-            "memory are free: lower gpu_memory_utilization, or end what else runs on the GPU."
-        )
+        """A pool of zeros, there when this returns: that it does not fit must not end somebody's step."""
+        return jnp.zeros(self.shape(num_blocks), self.dtype, device=sharding).block_until_ready()
 
 
 def num_blocks_that_fit(spec: KVCacheSpec, limits: BatchLimits, free_bytes: int, workspace_bytes: int = 0) -> int:

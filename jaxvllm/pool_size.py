@@ -4,8 +4,9 @@ import logging
 from dataclasses import dataclass
 
 from jaxvllm.config import MemoryConfig
+from jaxvllm.device_memory import GIB
 from jaxvllm.dispatcher import MAX_STEPS_ON_DEVICE
-from jaxvllm.kv_cache import GIB, KVCacheSpec, num_blocks_that_fit
+from jaxvllm.kv_cache import KVCacheSpec, num_blocks_that_fit
 from jaxvllm.model_config import ModelConfig
 from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketKey, BucketPolicy
@@ -15,8 +16,8 @@ logger = logging.getLogger(__name__)
 ALLOCATOR_SLACK_BYTES = 512 << 20  # what fragmentation and small buffers may take of the device's memory pool
 # Of the float32 logits of a step and of its largest activations: generous, as a pool too large means to compile anew.
 _LOGITS_COPIES, _ACTIVATION_COPIES = 4.5, 3
-# A pool this much smaller than it might be is not worth compiling anew.
-_TOLERANCE = 0.03
+# A pool this much smaller than it might be is not worth compiling anew, which took a fifth of Llama-3.1-8B's start.
+_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class PoolSizer:
         exact = self._num_blocks(workspace_bytes)
         return num_blocks if (1 - _TOLERANCE) * exact <= num_blocks <= exact else exact
 
+    def bytes_at_work(self, num_blocks: int, workspace_bytes: int | None) -> int:
+        """What serving takes of a device beside the weights: the pool, and the workspace of as many steps as it has."""
+        return num_blocks * self.spec.block_bytes + MAX_STEPS_ON_DEVICE * (workspace_bytes or 0)
+
     @property
     def largest(self) -> BucketKey:
         """The bucket with the largest workspace: logits of its rows, activations of its tokens."""
@@ -74,7 +79,7 @@ class PoolSizer:
         if self.free_bytes is None:
             raise RuntimeError("the device does not say how much memory is free: set kv_cache_memory_bytes.")
         # With async scheduling the workspace of a second step can be taken while the first one runs.
-        taken = self.param_bytes + MAX_STEPS_ON_DEVICE * workspace_bytes + ALLOCATOR_SLACK_BYTES
+        taken = self.param_bytes + self.bytes_at_work(0, workspace_bytes) + ALLOCATOR_SLACK_BYTES
         return num_blocks_that_fit(self.spec, self.limits, self.free_bytes, taken)
 
     def _guessed_workspace(self) -> int:

@@ -256,8 +256,8 @@ def pretended_core(folder: Path, args: argparse.Namespace, texts: list[list[int]
 def real_core(engine_args: EngineArgs) -> EngineCore:
     """The engine core of the device, in this process."""
     config = engine_args.create_engine_config(workloads.MODELS["qwen3-0.6b"]["max_position_embeddings"])
-    config.apply_core_environment()
-    return EngineCore(config, make_executor(config))
+    with config.applied_core_environment():
+        return EngineCore(config, make_executor(config))
 
 
 def run_core(core: EngineCore, phases: Phases, num_structured: int, num_tokens: int) -> dict[str, Any]:

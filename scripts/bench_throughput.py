@@ -16,16 +16,11 @@ import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import workloads
 
 from jaxvllm import Engine, SamplingParams
-from jaxvllm.config import DEFAULT_EXECUTOR, EngineConfig
 from jaxvllm.metrics import Counter, Gauge
-
-if TYPE_CHECKING:
-    from jaxvllm.core import Executor
 
 HERE = Path(__file__).parent
 # Seconds each workload needs if nothing but bytes over 4.51 TB/s and FLOPs over 806 TFLOP/s counts.
@@ -95,15 +90,6 @@ def time_workload(engine: Engine, model: str, kind: str, repeats: int, temperatu
     )
 
 
-def make_three_step_executor(config: EngineConfig) -> "Executor":
-    """For the core's process: the engine's own executor, and a core with up to three steps in flight."""
-    import jaxvllm.core  # late: the front end imports no core
-    from jaxvllm.executor_start import make_executor
-
-    jaxvllm.core.MAX_STEPS_IN_FLIGHT = 3  # the core is made behind its executor
-    return make_executor(config)
-
-
 def check_backend(model: str) -> dict:
     """scripts/check_backend.py in a process of its own, since the engine's core will want the whole GPU."""
     command = [sys.executable, str(HERE / "check_backend.py"), "--model", model]
@@ -126,7 +112,6 @@ def run(args: argparse.Namespace) -> dict:
         max_model_len=16384,
         gpu_memory_utilization=args.gpu_memory_utilization,
         enable_prefix_caching=False,
-        executor=DEFAULT_EXECUTOR if args.steps_in_flight == 2 else "bench_throughput:make_three_step_executor",
     )
     startup = time.perf_counter() - start
     print(f"engine ready after {startup:.1f} s", flush=True)
@@ -145,8 +130,7 @@ def run(args: argparse.Namespace) -> dict:
         "commit": args.commit,
         "versions": {p: version(p) for p in ("jax", "jaxlib", "flax")} | {"python": platform.python_version()},
         "gpu": args.gpu,
-        "options": {"temperature": args.temperature, "gpu_memory_utilization": args.gpu_memory_utilization}
-        | {"steps_in_flight": args.steps_in_flight},
+        "options": {"temperature": args.temperature, "gpu_memory_utilization": args.gpu_memory_utilization},
         "startup_s": startup,
         "check": check,
         "results": [asdict(row) for row in rows],
@@ -161,7 +145,6 @@ def main() -> None:
     parser.add_argument("--workload", choices=workloads.KINDS, nargs="+", default=list(workloads.KINDS))
     parser.add_argument("--repeats", type=int, default=2, help="timed runs after one untimed run; the best counts")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--steps-in-flight", type=int, choices=(2, 3), default=2, help="at most")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     parser.add_argument("--gpu", default="one NVIDIA H200")
     parser.add_argument("--commit", default="unknown", help="recorded with the results")

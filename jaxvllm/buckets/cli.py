@@ -218,11 +218,11 @@ def start_executor(args: argparse.Namespace) -> "tuple[DeviceExecutor, int]":
     engine_args = EngineArgs(**given, compile_ahead=False)
     source = resolve(engine_args.model, revision=engine_args.revision, download_dir=engine_args.download_dir)
     config = engine_args.create_engine_config(source.config.max_position_embeddings)
-    config.apply_core_environment()
-    from jaxvllm.executor import DeviceExecutor  # not before: JAX reads the environment when it is imported
+    with config.applied_core_environment():
+        from jaxvllm.executor import DeviceExecutor  # not before: JAX reads the environment when it is imported
 
-    executor = DeviceExecutor(config)
-    return executor, executor.initialize()
+        executor = DeviceExecutor(config)
+        return executor, executor.initialize()
 
 
 def guessed_cost(policy: BucketPolicy) -> CostModel:

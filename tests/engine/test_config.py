@@ -1,5 +1,7 @@
 """Every argument of vLLM's LLM is applied or refused by name."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -117,6 +119,16 @@ def test_core_environment_keeps_what_the_caller_has_set(bare_environment):
     assert "JAX_COMPILATION_CACHE_DIR" not in gpu.core_environment()
     bare_environment.setenv("JAXVLLM_DISABLE_COMPILE_CACHE", "1")
     assert gpu.core_environment() == {}
+
+
+def test_an_engine_in_this_process_leaves_the_environment_as_it_was(bare_environment):
+    bare_environment.setenv("XLA_FLAGS", "--xla_dump_to=/tmp")
+    before = dict(os.environ)
+    config = EngineArgs(device="cpu", tensor_parallel_size=2).create_engine_config(64)
+    with pytest.raises(RuntimeError, match="its start fails"), config.applied_core_environment():
+        assert os.environ["JAX_PLATFORMS"] == "cpu" and "device_count=2" in os.environ["XLA_FLAGS"]
+        raise RuntimeError("its start fails")
+    assert dict(os.environ) == before
 
 
 def test_a_gpu_compiles_ahead_and_keeps_programs_and_a_cpu_does_neither_unless_told(bare_environment):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxvllm.compile_cache import CompileAfterWarmupError, CompileCache
-from jaxvllm.kv_cache import GIB, KVCacheSpec, free_device_bytes, num_blocks_that_fit
+from jaxvllm.kv_cache import KVCacheSpec, num_blocks_that_fit
 from jaxvllm.model_runner import ModelRunner
 from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketKey, explicit, one_shape
@@ -177,27 +177,6 @@ def test_a_large_pool_has_a_round_number_of_blocks_so_that_a_later_start_finds_i
     assert all(0.99 * n < fits[n] <= n for n in fits)
     limits = BatchLimits(4, 4 * 66000, 4)  # one request takes nearly all of it: nothing to spare
     assert num_blocks_that_fit(spec, limits, 66001 * spec.block_bytes) == 66001
-
-
-@pytest.mark.parametrize("left", [80, None])
-def test_the_pool_takes_of_its_share_what_nothing_holds(monkeypatch, left):
-    monkeypatch.setattr("jaxvllm.kv_cache.driver_free_bytes", lambda ordinal: left)
-    assert free_device_bytes(FakeDevice({"bytes_limit": 100, "pool_bytes": 20, "bytes_in_use": 15})) == 85
-    assert free_device_bytes(FakeDevice({})) is None
-
-
-def test_a_share_that_others_hold_of_the_card_is_refused(monkeypatch):
-    monkeypatch.setattr("jaxvllm.kv_cache.driver_free_bytes", {3: 20 * GIB}.get)
-    device = FakeDevice({"bytes_limit": 42 * GIB, "pool_bytes": 10 * GIB, "bytes_in_use": 0})
-    with pytest.raises(ValueError, match=r"stands for 42.00 GiB, but only 30.00 GiB.*lower gpu_memory_utilization"):
-        free_device_bytes(device)
-
-
-class FakeDevice:
-    local_hardware_id = 3
-
-    def __init__(self, stats):
-        self.memory_stats = lambda: stats
 
 
 def test_what_the_compiler_says_about_workspace_is_kept(runner):
