@@ -140,8 +140,6 @@ def copy_tiles(sizes: DecodeSizes, inputs: DecodeInputs, scratch: DecodeScratch)
         slot = lax.rem(k, jnp.int32(stages))
         is_new_item = jnp.logical_or(k == 0, tile.index == 0)
         pl.when(is_new_item)(lambda: copy_q(tile.item, q_copied))
-        # Block ids come from device memory, behind all that is in flight: they are read two tiles ahead.
-        after = next_tile(following)
         for kv, (smem, filled, free) in enumerate(rings):
 
             @pl.when(k >= stages)
@@ -150,6 +148,9 @@ def copy_tiles(sizes: DecodeSizes, inputs: DecodeInputs, scratch: DecodeScratch)
 
             for j in range(per_tile):
                 copy_block(tile, j, kv, smem.at[slot], filled.at[slot])
+        # Block ids come from device memory, behind all that is in flight: they are read two tiles ahead, but not before
+        # the first copies are on their way.
+        after = next_tile(following)
         return following, after, q_copied + jnp.where(is_new_item, 1, 0)
 
     first = read_tile(jnp.minimum(mine.first_item, last_item), mine.first_index)

@@ -132,7 +132,7 @@ MAX_PREFERRED_WEIGHTS = 48 * 2**20  # elements
 # latter have been checked in the interpreter and compiled for an H200, but neither run nor timed on one:
 # scripts/bench_matmul.py --rows does both, against XLA in the same run, and scripts/bench_rows.py has whole steps. This
 # is to be the largest number of rows at which they are faster; the bounds above come from 8 rows.
-MAX_PREFERRED_ROWS = 8
+MAX_PREFERRED_ROWS = 64
 # Norms and gates of more rows than that are left to XLA up to here. Milliseconds a step of Qwen3-0.6B, XLA and
 # kernels, on one H200: 7.057 and 7.068 for 256 rows, 5.141 and 5.108 for 2,048, 38.03 and 37.61 for 16,384.
 MIN_PREFERRED_ROWS = 2048

@@ -196,14 +196,15 @@ def test_arguments_that_disagree_are_named(change, message):
 
 
 def test_kernels_are_preferred_where_they_were_measured_to_be_faster():
-    def preferred(name: str, *stages: str) -> bool:
+    def preferred(name: str, *stages: str, num_rows: int = ROWS) -> bool:
         shape = next(shape for shape in LAYER_SHAPES if shape.name == name)
         of_layer = layer_stages(shape)
-        x = jax.ShapeDtypeStruct((ROWS, of_layer[stages[0]].weight.shape[-1]), jnp.bfloat16)
+        x = jax.ShapeDtypeStruct((num_rows, of_layer[stages[0]].weight.shape[-1]), jnp.bfloat16)
         return prefers_matmul_kernel(x, tuple(of_layer[stage] for stage in stages), "mosaic_gpu")
 
     for name in ("qwen3-0.6b", "smollm2-135m", "qwen3-1.7b"):
         assert preferred(name, "qkv") and preferred(name, "o", "gate_up", "down"), name
     assert not preferred("llama-3.1-8b", "gate_up")
+    assert preferred("qwen3-0.6b", "qkv", num_rows=64) and not preferred("qwen3-0.6b", "qkv", num_rows=96)
     x = jax.ShapeDtypeStruct((ROWS, 1024), jnp.bfloat16)
     assert not prefers_matmul_kernel(x, (layer_stages(LAYER_SHAPES[0])["qkv"],), "reference")
