@@ -11,6 +11,7 @@ from pallas_kernels.reference_matmul import Activation, MatmulStage
 from pallas_kernels.tuning import (
     MAX_PREFERRED_INPUT,
     MAX_PREFERRED_WEIGHTS,
+    MAX_PREFERRED_WEIGHTS_OF_ROWS,
     MIN_PREFERRED_ROWS,
     matmul_config,
     row_matmul_config,
@@ -70,7 +71,10 @@ def prefers_matmul_kernel(
         return x.shape[0] >= MIN_PREFERRED_ROWS and _have_row_kernels(stages, x.shape[0])
     if _unsupported_products(x, stages) is not None:
         return False
-    return x.shape[-1] <= MAX_PREFERRED_INPUT and sum(stage.weight.size for stage in stages) <= MAX_PREFERRED_WEIGHTS
+    num_weights = sum(stage.weight.size for stage in stages)
+    if x.shape[0] > matmul_sizes.FEW_ROWS:
+        return len(stages) > 1 and num_weights <= MAX_PREFERRED_WEIGHTS_OF_ROWS
+    return x.shape[-1] <= MAX_PREFERRED_INPUT and num_weights <= MAX_PREFERRED_WEIGHTS
 
 
 def _unsupported_products(x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[MatmulStage, ...]) -> str | None:

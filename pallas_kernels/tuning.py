@@ -128,11 +128,12 @@ H200_MATMUL = MatmulConfig()
 # alone of Llama-3.1-8B 23.7 and 18.9.
 MAX_PREFERRED_INPUT = 2048  # columns
 MAX_PREFERRED_WEIGHTS = 48 * 2**20  # elements
-# The most rows whose products are kernels: skinny_matmul's, as measured above, for 8, row_matmul's for 16 to 256. The
-# latter have been checked in the interpreter and compiled for an H200, but neither run nor timed on one:
-# scripts/bench_matmul.py --rows does both, against XLA in the same run, and scripts/bench_rows.py has whole steps. This
-# is to be the largest number of rows at which they are faster; the bounds above come from 8 rows.
+# The most rows whose products are kernels: skinny_matmul's, as measured above, for 8, row_matmul's for chains of more, up
+# to the weights of Qwen3-0.6B. Microseconds a layer of it without attention, kernels and XLA, on one H200: 26.6 and 31.2 at
+# 64 rows, 44.6 and 35.2 at 256; a product by itself, at 64: qkv 16.1 and 12.5, gate-up 17.1 and 12.0
+# (scripts/bench_matmul.py --rows).
 MAX_PREFERRED_ROWS = 64
+MAX_PREFERRED_WEIGHTS_OF_ROWS = 16 * 2**20  # elements
 # Norms and gates of more rows than that are left to XLA up to here. Milliseconds a step of Qwen3-0.6B, XLA and
 # kernels, on one H200: 7.057 and 7.068 for 256 rows, 5.141 and 5.108 for 2,048, 38.03 and 37.61 for 16,384.
 MIN_PREFERRED_ROWS = 2048

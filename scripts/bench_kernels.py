@@ -46,11 +46,13 @@ class Section:
       expected_s: what it takes on an H200 once it has compiled, which takes all of them together 30 to 60 s.
       limit_s: after which it is given up.
       processes: that share it; more than one for checks only.
+      is_experiment: runs only if it is asked for.
     """
 
     expected_s: int
     limit_s: int
     processes: int = 1
+    is_experiment: bool = False
 
 
 SECTIONS = {
@@ -62,6 +64,7 @@ SECTIONS = {
     "groups": Section(30, 80),
     "check": Section(20, 90, processes=3),
     "check breadth": Section(20, 90, processes=3),
+    "cuts": Section(20, 90, is_experiment=True),
 }
 
 
@@ -73,6 +76,8 @@ def plan_rows(section: str) -> Iterable[partial[Measurement]]:
     if section == "decode":
         rows = [partial(decode_row, shape) for shape in shapes.DECODE_SHAPES]
         return [*(partial(write_and_decode_row, shape) for shape in shapes.WRITE_AND_DECODE_SHAPES), *rows]
+    if section == "cuts":
+        return [partial(decode_row, shape) for shape in shapes.CUT_SHAPES]
     if section == "rope":
         return [partial(write_row, num_tokens) for num_tokens in shapes.WRITE_TOKENS]
     if section == "prefill":
@@ -302,7 +307,8 @@ def run_all(args: argparse.Namespace) -> int:
         data = old if "summary" in old else data
     data |= {"jax": jax.__version__, "gpu": gpu_and_driver(), "config": asdict(H200)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    names = args.sections.split(",") if args.sections else list(SECTIONS)
+    usual = [name for name, section in SECTIONS.items() if not section.is_experiment]
+    names = args.sections.split(",") if args.sections else usual
     end = time.monotonic() + args.budget_s
     memory = 0.9 / sum(SECTIONS[name].processes for name in names)
     children = {
@@ -338,7 +344,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="unknown", help="what the results are of")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "h200" / "kernels.json")
-    parser.add_argument("--sections", default="", help=f"comma separated, of {names}; all by default")
+    parser.add_argument("--sections", default="", help=f"comma separated, of {names}; all but cuts by default")
     parser.add_argument("--only", default="", help="time only rows whose name contains this")
     parser.add_argument("--budget-s", type=float, default=570, help="nothing runs for longer than this")
     parser.add_argument("--section", help=argparse.SUPPRESS)

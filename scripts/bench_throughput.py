@@ -99,8 +99,8 @@ def check_backend(model: str) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def run(args: argparse.Namespace) -> dict:
-    """Check, start the engine, time every workload; prints a line each."""
+def run(args: argparse.Namespace) -> None:
+    """Check, start the engine, time every workload; prints a line each and keeps it, whatever becomes of the next."""
     check = check_backend(args.model)
     print("check:", json.dumps(check), flush=True)
     start = time.perf_counter()
@@ -115,31 +115,39 @@ def run(args: argparse.Namespace) -> dict:
     )
     startup = time.perf_counter() - start
     print(f"engine ready after {startup:.1f} s", flush=True)
-    rows = []
-    for kind in args.workload:
-        row = time_workload(engine, args.model, kind, args.repeats, args.temperature)
-        rows.append(row)
-        print(
-            f"{row.model:14} {row.kind:13} {row.s:8.3f} s  vLLM {row.vllm_s:7.3f} s  x{row.vllm_ratio:.2f}  "
-            f"floor {row.floor_ratio:.0%}  {row.out_tok_s:8.0f} out tok/s",
-            flush=True,
-        )
-    metrics = {metric.name: metric.value for metric in engine.get_metrics() if isinstance(metric, Counter | Gauge)}
-    engine.shutdown()
-    return {
+    record = {
         "commit": args.commit,
         "versions": {p: version(p) for p in ("jax", "jaxlib", "flax")} | {"python": platform.python_version()},
         "gpu": args.gpu,
         "options": {"temperature": args.temperature, "gpu_memory_utilization": args.gpu_memory_utilization},
         "startup_s": startup,
         "check": check,
-        "results": [asdict(row) for row in rows],
-        "metrics": metrics,
     }
+    for kind in args.workload:
+        row = time_workload(engine, args.model, kind, args.repeats, args.temperature)
+        print(
+            f"{row.model:14} {row.kind:13} {row.s:8.3f} s  vLLM {row.vllm_s:7.3f} s  x{row.vllm_ratio:.2f}  "
+            f"floor {row.floor_ratio:.0%}  {row.out_tok_s:8.0f} out tok/s",
+            flush=True,
+        )
+        if args.out:
+            keep_row(args.out, record, {"commit": args.commit, **asdict(row)})
+    metrics = {metric.name: metric.value for metric in engine.get_metrics() if isinstance(metric, Counter | Gauge)}
+    print("metrics:", json.dumps(metrics), flush=True)
+    engine.shutdown()
+
+
+def keep_row(path: Path, record: dict, row: dict) -> None:
+    """Write a row beside those of other workloads, which may be of other commits; the rest is of this run."""
+    kept = json.loads(path.read_text())["results"] if path.exists() else []
+    rows = {kept_row["kind"]: kept_row for kept_row in kept} | {row["kind"]: row}
+    results = [rows[kind] for kind in workloads.KINDS if kind in rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**record, "results": results}, indent=1) + "\n")
 
 
 def main() -> None:
-    """Parse the command line, run, write the JSON."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=workloads.MODELS, default="qwen3-0.6b")
     parser.add_argument("--workload", choices=workloads.KINDS, nargs="+", default=list(workloads.KINDS))
@@ -148,12 +156,8 @@ def main() -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     parser.add_argument("--gpu", default="one NVIDIA H200")
     parser.add_argument("--commit", default="unknown", help="recorded with the results")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    args = parser.parse_args()
-    result = run(args)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    parser.add_argument("--out", type=Path, help="JSON file to write; rows of other workloads in it stay")
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -68,9 +68,22 @@ class KernelShape:
 
 @dataclass(frozen=True)
 class DecodeShape(KernelShape):
-    """One token a request over `lens` keys each."""
+    """One token a request over `lens` keys each.
+
+    cut: how its work is cut, (tile, stages, num_ctas) of tuning.DecodeConfig; None is what serves it.
+    """
 
     lens: tuple[int, ...] = ()
+    cut: tuple[int, int, int] | None = None
+
+    @property
+    def config(self) -> AttentionConfig:
+        """See KernelShape, or as `cut` says."""
+        config = super().config
+        if self.cut is None:
+            return config
+        tile, stages, num_ctas = self.cut
+        return replace(config, decode=replace(config.decode, tile=tile, stages=stages, num_ctas=num_ctas))
 
     @property
     def num_bytes(self) -> int:
@@ -198,6 +211,13 @@ OPTION_SHAPES = tuple(
     (_decode(256, 800, heads, kv_heads, **options), _prefill(1, 4096, 0, heads, kv_heads, **options))
     for heads, kv_heads, options in _OPTIONS
 )
+# Other cuts of decode beside the one that serves, over long and short contexts.
+_CUTS = (None, (128, 2, 128), (256, 1, 128), (192, 1, 128))
+CUT_SHAPES = tuple(
+    replace(shape, name=f"{shape.name}, cut {' x '.join(map(str, cut))}", cut=cut) if cut else shape
+    for shape in (*DECODE_SHAPES[:5], _decode(16, 500, 16), _decode(64, 500, 16), DECODE_SHAPES[-2])
+    for cut in _CUTS
+)
 # Every group of 1 to 16 query heads a kv head.
 GROUP_SHAPES = tuple((_decode(256, 800, 4 * group, 4), _prefill(1, 4096, 0, 4 * group, 4)) for group in range(1, 17))
 
@@ -209,6 +229,7 @@ if not ON_CARD:
     _wide = {"cache_dtype": FP8, "sliding_window": 40, "has_sinks": True, "soft_cap": 5.0, **_small}
     OPTION_SHAPES = ((_decode(2, 70, 2, **_wide), _prefill(1, 40, 30, 2, **_wide)),)
     GROUP_SHAPES = ((_decode(1, 70, 5, **_small), _prefill(1, 20, 0, 5, **_small)),)
+    CUT_SHAPES = (replace(DECODE_SHAPES[0], name="cut", cut=(128, 1, 3)),)
     MIXED_STEP = MixedStep(KernelShape("", 2, 1, 64), 2, 50, 20)
     WRITE_TOKENS, WORK_SIZES = (3,), ((2, 2, "decode"), (20, 4, "mixed"))
 
