@@ -131,10 +131,8 @@ def _call(
         name="row_matmul",
         out_type=list(results.values()),
         mesh=plgpu.Mesh(
-            grid=(sizes.num_clusters,),
-            grid_names=("cluster",),
-            cluster=(sizes.sharers,) if sizes.sharers > 1 else (),
-            cluster_names=("sharer",) if sizes.sharers > 1 else (),
+            grid=(sizes.num_ctas,),
+            grid_names=("cta",),
             num_threads=num_threads,
             thread_name="warpgroup",
         ),
@@ -183,10 +181,6 @@ def _multiply(sizes: RowMatmulSizes, refs: RowMatmulRefs) -> None:
             plgpu.warp_map(warp_body)
 
     num_slots = sizes.num_slots
-    # A slot is free when all that get x at once are done with it.
-    free = plgpu.Barrier(num_barriers=num_slots)
-    if sizes.sharers > 1:
-        free = plgpu.ClusterBarrier(collective_axes=("sharer",), num_barriers=num_slots)
     pl.run_scoped(
         scoped,
         swizzled_smem(num_slots, PRODUCT_ROWS, sizes.slot_inputs, dtype=sizes.dtype),
@@ -195,7 +189,7 @@ def _multiply(sizes: RowMatmulSizes, refs: RowMatmulRefs) -> None:
         plgpu.SMEM((sizes.tokens,), jnp.float32) if sizes.num_squares else None,
         plgpu.Barrier(num_arrivals=sizes.ways, num_barriers=num_slots),
         plgpu.Barrier(num_barriers=num_slots),
-        free,
+        plgpu.Barrier(num_barriers=num_slots),
         collective_axes="warpgroup",
     )
 
@@ -240,9 +234,7 @@ def _copy_x(
     sizes: RowMatmulSizes, refs: RowMatmulRefs, place: Place, xs: Ref, full: Ref, step: jax.Array, slot: jax.Array
 ) -> None:
     source = refs.x.at[pl.ds(place.first_token, sizes.tokens), _inputs(sizes, place, step)]
-    # With sharers each reads a part of it, for all of them.
-    sharers = {"collective_axes": "sharer"} if sizes.sharers > 1 else {}
-    plgpu.copy_gmem_to_smem(source, xs.at[slot], full.at[slot], **sharers)
+    plgpu.copy_gmem_to_smem(source, xs.at[slot], full.at[slot])
 
 
 def _sums(sizes: RowMatmulSizes, weights: Ref, xs: Ref, weights_full: Ref, xs_full: Ref, free: Ref) -> jax.Array:

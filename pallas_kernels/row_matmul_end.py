@@ -31,13 +31,12 @@ class Place:
 
     @classmethod
     def of_cta(cls, sizes: RowMatmulSizes) -> "Place":
-        """CTAs that share a unit follow each other, but for those that share x."""
-        cluster = lax.axis_index("cluster")
-        groups = div(cluster, sizes.parts)
-        group = groups * sizes.sharers + (lax.axis_index("sharer") if sizes.sharers > 1 else 0)
+        """CTAs that share a unit follow each other."""
+        cta = lax.axis_index("cta")
+        group = div(cta, sizes.parts)
         token_tile = div(group, sizes.num_units)
         unit = group - token_tile * sizes.num_units
-        return cls(cluster - groups * sizes.parts, group, unit, token_tile * sizes.tokens)
+        return cls(cta - group * sizes.parts, group, unit, token_tile * sizes.tokens)
 
 
 @functools.cache

@@ -33,7 +33,6 @@ class RowMatmulSizes:
     num_outputs: int
     tokens: int  # rows of x that a CTA takes
     parts: int  # of K
-    sharers: int  # CTAs of neighbouring units that get x by one copy
     tile: int  # atoms of K that a slot of the ring holds
     num_slots: int
     is_gated: bool
@@ -70,11 +69,6 @@ class RowMatmulSizes:
     def num_ctas(self) -> int:
         """All thread blocks."""
         return self.num_groups * self.parts
-
-    @property
-    def num_clusters(self) -> int:
-        """Of thread blocks that share x."""
-        return self.num_ctas // self.sharers
 
     @property
     def steps(self) -> int:
@@ -174,7 +168,6 @@ def make_sizes(
     tokens = max(n for n in range(ATOM, min(num_rows, config.max_tokens) + 1, ATOM) if num_rows % n == 0)
     num_units = num_outputs * (2 if stage.is_gated else 1) // PRODUCT_ROWS
     num_groups = num_units * (num_rows // tokens)
-    can_share = num_units % config.sharers == 0 and tokens % (ATOM * config.sharers) == 0
     parts = _parts_of(num_inputs // _ATOM_INPUTS, tokens, num_groups, config)
     turned_bytes = 4 * TURNED_STRIDE * tokens if parts == 1 else 0
     atoms = num_inputs // (_ATOM_INPUTS * parts)
@@ -187,7 +180,6 @@ def make_sizes(
         num_outputs=num_outputs,
         tokens=tokens,
         parts=parts,
-        sharers=config.sharers if can_share else 1,
         tile=tile,
         num_slots=num_slots,
         is_gated=stage.is_gated,

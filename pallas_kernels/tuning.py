@@ -128,9 +128,9 @@ H200_MATMUL = MatmulConfig()
 # alone of Llama-3.1-8B 23.7 and 18.9.
 MAX_PREFERRED_INPUT = 2048  # columns
 MAX_PREFERRED_WEIGHTS = 48 * 2**20  # elements
-# The most rows whose products are kernels: skinny_matmul's, as measured above, for 8, row_matmul's for chains of more, up
-# to the weights of Qwen3-0.6B. Microseconds a layer of it without attention, kernels and XLA, on one H200: 26.6 and 31.2 at
-# 64 rows, 44.6 and 35.2 at 256; a product by itself, at 64: qkv 16.1 and 12.5, gate-up 17.1 and 12.0
+# The most rows whose products are kernels: skinny_matmul's, as measured above, for 8, row_matmul's for chains of more,
+# up to the weights of Qwen3-0.6B. Microseconds a layer of it without attention, kernels and XLA, on one H200: 26.6 and
+# 31.2 at 64 rows, 44.6 and 35.2 at 256; a product by itself, at 64: qkv 16.1 and 12.5, gate-up 17.1 and 12.0
 # (scripts/bench_matmul.py --rows).
 MAX_PREFERRED_ROWS = 64
 MAX_PREFERRED_WEIGHTS_OF_ROWS = 16 * 2**20  # elements
@@ -159,7 +159,6 @@ class RowMatmulConfig:
       max_parts: of K.
       exchange_bytes: what a CTA could read in the time that an exchange of parts takes beside its own bytes.
       max_tokens: rows that a CTA takes; more rows than that read the weights again.
-      sharers: CTAs, 1 or 2, that get the same part of x by one copy: a cluster. Not for the interpreter.
       slot_bytes: of the ring, at most: a copy costs its warp 0.2 us.
       max_slots: of the ring; fewer if shared memory is short.
       smem_bytes: for the ring and for turning results around.
@@ -172,7 +171,6 @@ class RowMatmulConfig:
     max_parts: int = 8
     exchange_bytes: int = 192 * 1024
     max_tokens: int = 256
-    sharers: int = 1
     slot_bytes: int = 64 * 1024
     max_slots: int = 8
     smem_bytes: int = 224 * 1024

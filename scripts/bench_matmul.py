@@ -288,8 +288,6 @@ ROW_VARIANTS = {
     "more parts": {"exchange_bytes": 64 * 1024},
     "tokens 32": {"max_tokens": 32},
     "tokens 128": {"max_tokens": 128},
-    "x for two": {"sharers": 2},
-    "x for two, tokens 128": {"sharers": 2, "max_tokens": 128},
     "slots of 32 KiB": {"slot_bytes": 32 * 1024},
     "two thread blocks an SM": {"smem_bytes": 112 * 1024, "slot_bytes": 32 * 1024},
 }

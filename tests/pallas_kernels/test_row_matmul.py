@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import LayerSlice, MatmulStage, make_arrivals, matmul_stages, prefers_matmul_kernel, row_matmul
+from pallas_kernels import LayerSlice, MatmulStage, make_arrivals, matmul_stages
 from pallas_kernels.arg_specs import LAYER_SHAPES, layer_stages
 from pallas_kernels.row_matmul_sizes import NUM_COUNTERS, make_sizes
 from pallas_kernels.tuning import H200_ROW_MATMUL, INTERPRET_ROW_MATMUL
@@ -154,18 +154,3 @@ def test_the_products_of_a_layer_lower_to_a_kernel_each(shape, rows, options):
     x, residual = (jax.ShapeDtypeStruct((rows, width), jnp.bfloat16) for width in (shape.attended, shape.hidden))
     text = jax.jit(call).trace(x, stages, residual).lower(lowering_platforms=("cuda",)).as_text()
     assert len(KERNEL.findall(text)) == len(stages)
-
-
-def test_a_kernel_whose_thread_blocks_share_x_lowers():
-    like = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    stages = (layer_stages(LAYER_SHAPES[0])["qkv"],)
-    run = partial(row_matmul.matmul_stages, config=replace(H200_ROW_MATMUL, sharers=2))
-    traced = jax.jit(run).trace(like((32, 1024)), stages, None, like((NUM_COUNTERS,), dtype=jnp.int32))
-    assert len(KERNEL.findall(traced.lower(lowering_platforms=("cuda",)).as_text())) == 1
-
-
-def test_layers_do_not_ask_for_kernels_that_were_not_timed():
-    stages = layer_stages(LAYER_SHAPES[0])
-    for rows in DECODE_ROWS:
-        x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
-        assert not prefers_matmul_kernel(x, (stages["qkv"],), "mosaic_gpu")
