@@ -211,12 +211,18 @@ OPTION_SHAPES = tuple(
     (_decode(256, 800, heads, kv_heads, **options), _prefill(1, 4096, 0, heads, kv_heads, **options))
     for heads, kv_heads, options in _OPTIONS
 )
-# Other cuts of decode beside the one that serves, over long and short contexts.
-_CUTS = (None, (128, 2, 128), (256, 1, 128), (192, 1, 128))
+# Decode cut otherwise, beside what serves: over long and short contexts, and with an 8-bit cache.
 CUT_SHAPES = tuple(
     replace(shape, name=f"{shape.name}, cut {' x '.join(map(str, cut))}", cut=cut) if cut else shape
-    for shape in (*DECODE_SHAPES[:5], _decode(16, 500, 16), _decode(64, 500, 16), DECODE_SHAPES[-2])
-    for cut in _CUTS
+    for shapes, cuts in (
+        (
+            (*DECODE_SHAPES[:5], _decode(16, 500, 16), _decode(64, 500, 16), DECODE_SHAPES[-2]),
+            ((128, 2, 128), (256, 1, 128), (192, 1, 128)),
+        ),
+        ((_decode(256, 800, 16, cache_dtype=FP8), _decode(64, 2048, 32, cache_dtype=FP8)), ((128, 2, 256),)),
+    )
+    for shape in shapes
+    for cut in (None, *cuts)
 )
 # Every group of 1 to 16 query heads a kv head.
 GROUP_SHAPES = tuple((_decode(256, 800, 4 * group, 4), _prefill(1, 4096, 0, 4 * group, 4)) for group in range(1, 17))
