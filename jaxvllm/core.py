@@ -91,9 +91,11 @@ class EngineCore:
         self._model = config.model
         self._grammars: GrammarManager | None = None
         self._prepared_grammars: GrammarManager | None = None
+        memory, max_model_len = config.memory, config.scheduler.max_model_len
+        if memory.num_blocks is not None:  # known before anything is loaded
+            _check_pool(EngineCoreInfo(memory.num_blocks, memory.block_size, max_model_len))
         # What would stop serving for a moment is done ahead on a GPU, as compiling is.
         num_blocks = executor.initialize(self._prepare_grammars if config.device == "gpu" else lambda: None)
-        memory, max_model_len = config.memory, config.scheduler.max_model_len
         self.info = EngineCoreInfo(num_blocks, memory.block_size, max_model_len)
         _check_pool(self.info)
         self._scheduler = make_scheduler(

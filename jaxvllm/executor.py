@@ -111,12 +111,11 @@ class DeviceExecutor:
             config.memory, runner.config.kv_cache, runner.config.limits, model_config, policy, free_bytes,
             runner.param_bytes() + runner.state_bytes(),
         )  # fmt: skip
-        num_blocks = sizer.guess()
+        num_blocks, workspace_bytes = sizer.guess(), 0
         with Background(lambda: _load(config, source, param_specs(model), mesh)) as weights, Background(meanwhile):
             if config.compile.ahead:
                 with self._lowering_of(model_config, runner.config) as lowering:
-                    num_blocks = _compile_ahead(runner, sizer, num_blocks, weights.check, lowering)
-            workspace_bytes = runner.workspace_bytes(sizer.largest) if config.compile.ahead else None
+                    num_blocks, workspace_bytes = compile_ahead(runner, sizer, weights.check, lowering)
             room = sizer.bytes_at_work(num_blocks, workspace_bytes)
             runner.set_params(with_room(weights.result(), list(mesh.devices.flat), room))
         log_pool(runner.config.kv_cache, runner.config.limits, num_blocks)
@@ -277,40 +276,42 @@ def _load(config: EngineConfig, source: ModelSource, specs: dict[str, ParamSpec]
     )
 
 
-def _compile_ahead(
-    runner: ModelRunner,
-    sizer: PoolSizer,
-    num_blocks: int,
-    check: Callable[[], None],
-    lowering: LoweringProcesses | None,
-) -> int:
-    """Load or compile all programs; returns the number of blocks that they are made for.
+def compile_ahead(
+    runner: ModelRunner, sizer: PoolSizer, check: Callable[[], None], lowering: LoweringProcesses | None
+) -> tuple[int, int]:
+    """Load or compile all programs, anew while their workspace asks for a pool of another size.
 
     Args:
-      num_blocks: the first guess. The largest program says whether it stands; if not, all begin anew.
       check: called again and again; raises what makes going on useless.
       lowering: lowers the steps; None: this process does.
+
+    Returns:
+      The number of blocks that they are made for, and the most workspace of one, in bytes.
     """
     start = time.perf_counter()
-    runner.set_num_blocks(num_blocks)
-    keys = runner.program_keys()
-    with tqdm(desc="Preparing programs", total=len(keys), unit="program") as progress:
-        for key in runner.warm_up(lowering):
-            check()
-            progress.update()
-            checked = sizer.checked(num_blocks, runner.workspace_bytes(key))
-            # Of all programs but the largest only those count that need even more than that one.
-            if checked < num_blocks or (checked > num_blocks and key == sizer.largest):
-                logger.info("The steps' workspace asks for %d blocks in the place of %d", checked, num_blocks)
-                break
-        else:
-            programs = runner.programs
-            logger.info(
-                "%d programs ready in %.1f s: %d compiled, %d loaded",
-                len(keys),
-                time.perf_counter() - start,
-                len(programs.compile_seconds),
-                len(programs.load_seconds),
-            )
-            return num_blocks
-    return _compile_ahead(runner, sizer, checked, check, lowering)
+    num_blocks, workspace_bytes = sizer.guess(), 0
+    while True:
+        runner.set_num_blocks(num_blocks)
+        keys = runner.program_keys()
+        with tqdm(desc="Preparing programs", total=len(keys), unit="program") as progress:
+            for key in runner.warm_up(lowering):
+                check()
+                progress.update()
+                # The most of all so far, of an earlier pool too: what has made it smaller keeps it so.
+                workspace_bytes = max(runner.workspace_bytes(key) or 0, workspace_bytes)
+                checked = sizer.checked(num_blocks, workspace_bytes or None)
+                # Of all programs but the largest only those count that need even more than that one.
+                if checked < num_blocks or (checked > num_blocks and key == sizer.largest):
+                    logger.info("The steps' workspace asks for %d blocks in the place of %d", checked, num_blocks)
+                    num_blocks = checked
+                    break
+            else:
+                programs = runner.programs
+                logger.info(
+                    "%d programs ready in %.1f s: %d compiled, %d loaded",
+                    len(keys),
+                    time.perf_counter() - start,
+                    len(programs.compile_seconds),
+                    len(programs.load_seconds),
+                )
+                return num_blocks, workspace_bytes

@@ -57,9 +57,9 @@ class PoolSizer:
         exact = self._num_blocks(workspace_bytes)
         return num_blocks if (1 - _TOLERANCE) * exact <= num_blocks <= exact else exact
 
-    def bytes_at_work(self, num_blocks: int, workspace_bytes: int | None) -> int:
+    def bytes_at_work(self, num_blocks: int, workspace_bytes: int) -> int:
         """What serving takes of a device beside the weights: the pool, and the workspace of as many steps as it has."""
-        return num_blocks * self.spec.block_bytes + MAX_STEPS_ON_DEVICE * (workspace_bytes or 0)
+        return num_blocks * self.spec.block_bytes + MAX_STEPS_ON_DEVICE * workspace_bytes
 
     @property
     def largest(self) -> BucketKey:

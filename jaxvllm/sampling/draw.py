@@ -45,9 +45,10 @@ def greedy(logits: jax.Array) -> jax.Array:
 
 
 def choose(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """One token id a row, i32[R], from f32[R, V] processed logits."""
+    """One token id a row, i32[R], from f32[R, V] processed logits. Whatever these are, NaN even: an id that exists."""
     is_random = ~rows.is_greedy & rows.needs_sample
-    return lax.cond(jnp.any(is_random), lambda logits: _draw(logits, rows), greedy, logits)
+    ids = lax.cond(jnp.any(is_random), lambda logits: _draw(logits, rows), greedy, logits)
+    return jnp.minimum(ids, logits.shape[1] - 1)
 
 
 def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxvllm import Engine
+from jaxvllm.executor import DeviceExecutor
 from tests.engine.conftest import write_model
 from tests.weights import tiny_gguf
 from tests.weights.test_gguf import raw_bytes
@@ -104,9 +105,10 @@ def test_what_only_the_core_process_finds_is_the_same_error(tmp_path):
     assert type(caught.value) is ValueError
 
 
-def test_a_pool_too_small_for_the_longest_request_names_sizes_and_remedy(tmp_path):
+def test_a_pool_too_small_for_the_longest_request_names_sizes_and_remedy(tmp_path, monkeypatch):
     folder = folder_with(tmp_path)
     with pytest.raises(ValueError, match=r"room for \d+ tokens.*max_model_len=64 needs .*lower max_model_len"):
         Engine(folder, device="cpu", multiprocess=False, kv_cache_memory_bytes=30_000)
+    monkeypatch.setattr(DeviceExecutor, "initialize", lambda *_: pytest.fail("a number that is given needs no start"))
     with pytest.raises(ValueError, match=r"max_model_len=64 .* 48 tokens .*at most 48, .*num_gpu_blocks_override"):
         Engine(folder, device="cpu", multiprocess=False, num_gpu_blocks_override=4)

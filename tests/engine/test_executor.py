@@ -1,6 +1,8 @@
 """The Executor: which dtype is served, and one model on two devices through the whole engine."""
 
 import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -8,9 +10,14 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxvllm import Engine, SamplingParams
-from jaxvllm.executor import with_dtype
+from jaxvllm.config import MemoryConfig
+from jaxvllm.executor import compile_ahead, with_dtype
+from jaxvllm.kv_cache import KVCacheSpec
 from jaxvllm.model_config import ModelConfig
 from jaxvllm.parallel import kv_cache_sharding, make_mesh
+from jaxvllm.pool_size import PoolSizer
+from scheduler.batch import BatchLimits
+from scheduler.buckets import BucketKey, explicit
 from tests.engine.dense import dense_logits, random_tensors, write_folder
 from tests.tiny_config import T_TINY
 
@@ -65,3 +72,38 @@ def test_the_pool_is_split_over_kv_heads_where_they_divide():
     mesh = jax.sharding.AbstractMesh((2,), ("tp",))
     assert kv_cache_sharding(mesh, 4).spec == PartitionSpec(None, None, None, "tp")
     assert kv_cache_sharding(mesh, 3).spec == PartitionSpec()
+
+
+class HungryPrograms:
+    """A ModelRunner whose programs need what workspace the test says."""
+
+    def __init__(self, workspace_bytes: dict[BucketKey, int]) -> None:
+        self._workspace_bytes = workspace_bytes
+        self.pools: list[int] = []
+        self.programs = SimpleNamespace(compile_seconds={}, load_seconds={})
+
+    def set_num_blocks(self, num_blocks: int) -> None:
+        self.pools.append(num_blocks)
+        assert len(self.pools) < 10, "it never ends"
+
+    def program_keys(self) -> list[BucketKey]:
+        return list(self._workspace_bytes)
+
+    def warm_up(self, lowering: None) -> Iterator[BucketKey]:
+        yield from self._workspace_bytes
+
+    def workspace_bytes(self, key: BucketKey) -> int:
+        return self._workspace_bytes[key]
+
+
+@pytest.mark.parametrize("other_mib", [100, 1000])
+@pytest.mark.parametrize("largest_mib", [100, 700, 3000])
+def test_a_pool_that_one_program_has_made_smaller_stays_so_and_leaves_room_for_all(largest_mib, other_mib):
+    policy, limits = explicit(256, 8192, [256], [1024, 8192]), BatchLimits(256, 8192, 16, 151_936)
+    model = ModelConfig.from_hf(T_TINY | {"vocab_size": 151_936})
+    spec, free_bytes = KVCacheSpec(28, 8, 128, 16, np.dtype(np.float16)), 10 << 30
+    sizer = PoolSizer(MemoryConfig(), spec, limits, model, policy, free_bytes, param_bytes=2 << 30)
+    needs = dict.fromkeys(policy.keys(), other_mib << 20) | {sizer.largest: largest_mib << 20}
+    num_blocks, workspace_bytes = compile_ahead(HungryPrograms(needs), sizer, lambda: None, None)
+    assert workspace_bytes == max(needs.values())
+    assert sizer.bytes_at_work(num_blocks, workspace_bytes) <= free_bytes - (2 << 30)

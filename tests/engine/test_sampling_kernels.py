@@ -56,11 +56,13 @@ def test_tokens_are_those_of_xla(vocab, kernels, monkeypatch):
     assert np.array_equal(choose(kernels)(logits, rows), jax.jit(draw.choose)(logits, rows))
 
 
-def test_a_row_without_hope_gives_an_id_that_exists(kernels):
-    logits = jnp.full((4, 67), -jnp.inf).at[1:3].set(jnp.nan)
-    rows = make_rows([SamplingParams(temperature=t) for t in (0.0, 0.0, 1.0, 1.0)])
-    ids = np.asarray(choose(kernels)(logits, rows))
-    assert ((ids >= 0) & (ids < 67)).all() and ids[0] == ids[3] == 0
+@pytest.mark.parametrize("vocab", [67, 8257], ids=str)
+def test_a_row_without_hope_gives_an_id_that_exists(vocab, kernels):
+    logits = jnp.full((5, vocab), -jnp.inf).at[1:3].set(jnp.nan).at[4].set(jnp.nan)
+    rows = make_rows([SamplingParams(temperature=t, top_p=p) for t, p in ((0, 1), (0, 1), (1, 1), (1, 1), (1, 0.9))])
+    for of_backend in (choose(kernels), jax.jit(draw.choose)):
+        ids = np.asarray(of_backend(logits, rows))
+        assert ((ids >= 0) & (ids < vocab)).all() and ids[0] == ids[3] == 0
 
 
 @pytest.mark.parametrize("vocab", [5003], ids=str)
