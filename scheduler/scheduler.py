@@ -109,7 +109,7 @@ class Scheduler:
 
     @property
     def has_grammars(self) -> bool:
-        """Whether some request takes part in a step only when no token of its own is in flight."""
+        """Whether some request has a grammar."""
         return bool(self._with_grammar)
 
     def reset_prefix_cache(self) -> bool:
