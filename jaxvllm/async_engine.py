@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from jaxvllm.config import DEFAULT_STEP_TIMEOUT_S
 from jaxvllm.core_messages import CoreMetrics, UtilityResult
 from jaxvllm.core_reader import Inbox, Message, read_core, split_outputs
 from jaxvllm.engine_args import EngineArgs
@@ -30,10 +31,9 @@ from scheduler.outputs import EngineCoreOutputs
 from scheduler.sampling_params import SamplingParams
 
 MAX_OUTPUTS_AT_ONCE = 128  # tokens turned into text before the event loop gets another turn
-MAX_CHARS_AT_ONCE = 4096  # a longer prompt is tokenised in a thread
+MAX_CHARS_AT_ONCE = 4096  # a longer prompt is tokenised, a longer conversation rendered in a thread
 MAX_IDS_AT_ONCE = 65536
 CHECK_INTERVAL_S = 1.0  # how often a core with requests is asked how it is
-STEP_TIMEOUT_S = 300.0  # as long as vLLM waits for a step
 
 
 class AsyncEngine:
@@ -49,7 +49,7 @@ class AsyncEngine:
     Raises: as LLMEngine.from_engine_args; NotImplementedError for multiprocess=False.
     """
 
-    def __init__(self, args: EngineArgs, *, step_timeout_s: float = STEP_TIMEOUT_S) -> None:
+    def __init__(self, args: EngineArgs, *, step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S) -> None:
         if not args.use_multiprocess:
             raise NotImplementedError(
                 "AsyncEngine needs the core in a process of its own: leave out multiprocess=False "

@@ -5,6 +5,21 @@ from pathlib import Path
 from typing import Any
 
 Message = Mapping[str, Any]
+# Variables with a meaning for transformers beyond the template.
+TRANSFORMERS_ARGUMENTS = frozenset(
+    {
+        "conversation",
+        "messages",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
 
 
 def read_chat_template(template: str | None) -> str | None:

@@ -17,29 +17,18 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from jaxvllm.chat import TRANSFORMERS_ARGUMENTS
+
 _PLAIN = (str, int, float, bool, type(None))
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names of one thing, the first the usual one
-# Variables with a meaning for transformers beyond the template.
-_ARGUMENTS = frozenset(
-    {
-        "conversation",
-        "messages",
-        "sanitize_control_tokens",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    }
-)
 
 
 def can_render(messages: Sequence[Any], tools: list[Any] | None, variables: Mapping[str, Any]) -> bool:
     """Whether render() may be used: a conversation of plain dicts, and variables of plain data for the template."""
     is_conversation = bool(messages) and all(type(message) is dict for message in messages)
-    return is_conversation and not variables.keys() & _ARGUMENTS and _is_plain([*messages, tools, variables])
+    return (
+        is_conversation and not variables.keys() & TRANSFORMERS_ARGUMENTS and _is_plain([*messages, tools, variables])
+    )
 
 
 def render(

@@ -15,6 +15,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 HOST_DEVICES_FLAG = "--xla_force_host_platform_device_count"
 DEFAULT_EXECUTOR = "jaxvllm.executor_start:make_executor"
+DEFAULT_STEP_TIMEOUT_S = 300.0  # as long as vLLM waits for a step
 
 
 @dataclass(frozen=True)

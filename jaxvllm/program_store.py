@@ -29,9 +29,8 @@ SUFFIX = ".program"
 _MAGIC = b"jaxvllm program 1\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
-# What becomes part of a program. Of the scheduler that is the layout of a step's buffer.
-_PACKAGES = ("jaxvllm", "pallas_kernels")
-_MODULES = ("scheduler/plan.py", "scheduler/records.py", "scheduler/batch.py", "scheduler/buckets.py")
+# What becomes part of a program; of the scheduler, layouts of buffers and their sizes, from a dozen files.
+_PACKAGES = ("jaxvllm", "pallas_kernels", "scheduler")
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
 # JAX's settings that change what is traced or lowered.
 _JAX_SETTINGS = (
@@ -153,7 +152,6 @@ def _surroundings() -> dict[str, str]:
 def hash_of_sources(root: Path) -> str:
     """A hash of all code under `root` that makes programs; changes with every edit."""
     paths = [path for package in _PACKAGES for path in (root / package).rglob("*.py")]
-    paths += [root / module for module in _MODULES]
     digest = hashlib.sha256()
     for path in sorted(paths):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())

@@ -63,6 +63,9 @@ class PaddingWaste(NamedTuple):
 class BucketPolicy:
     """Sizes that cover every step up to max_num_batched_tokens tokens and max_num_seqs requests.
 
+    A bucket is one program of the model. The sampler has programs of its own, for each number of rows: with 24 buckets
+    for 1024 requests there are 66 programs in all.
+
     Attributes:
       name: of the strategy, for logs and tables.
       max_num_seqs, max_num_batched_tokens: the limits that it covers.
@@ -268,12 +271,14 @@ def geometric(
       ValueError: max_programs is too small even for powers of two.
     """
     base = powers_of_two(max_num_seqs, max_num_batched_tokens, max_programs, min_decode_size, min_mixed_size)
-    decode = tuple(sorted({*base.decode_sizes, *(size for size in FINER_DECODE_SIZES if size < max_num_seqs)}))
     rows = min(SOME_REQS, max_num_seqs)
     smallest = base.mixed_sizes[0][0]
     # Where all rows are as few as some, one line serves both.
     many = {(T, min(T, max_num_seqs)) for T, _ in base.mixed_sizes if max_num_seqs <= T and rows < max_num_seqs}
     many.add((max_num_batched_tokens, min(max_num_batched_tokens, max_num_seqs)))
+    room = max_programs - len(base.decode_sizes) - len(many)
+    finer = [size for size in FINER_DECODE_SIZES if size < max_num_seqs][:room]
+    decode = tuple(sorted({*base.decode_sizes, *finer}))
     ratio = max_num_batched_tokens / smallest
     num_few = min(max_programs - len(decode) - len(many), math.ceil(math.log(ratio, MIN_FACTOR)))
     factor = ratio ** (1 / max(num_few, 1))

@@ -15,7 +15,6 @@ class KVCacheManager:
         self.block_size = config.block_size
         self.enable_prefix_caching = config.enable_prefix_caching
         self.pool = BlockPool(config.num_blocks)
-        self._num_holders = 0  # requests that hold blocks
 
     @property
     def num_slots(self) -> int:
@@ -70,8 +69,6 @@ class KVCacheManager:
         if num_needed > num_free:
             return None
 
-        if not request.block_ids:
-            self._num_holders += 1
         if hit_block_ids:
             self.pool.touch(hit_block_ids)
             request.block_ids.extend(hit_block_ids)
@@ -103,25 +100,10 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Take all blocks back, the last one first, so that the end of a sequence is reused before its beginning."""
-        if request.block_ids:
-            self._num_holders -= 1
-            self.pool.free(reversed(request.block_ids))
+        self.pool.free(reversed(request.block_ids))
         request.block_ids = []
         request.num_hashed_blocks = 0
         request.num_ready_tokens = 0
-
-    def num_common_prefix_blocks(self, request: Request) -> int:
-        """Leading blocks of a running request that every request with blocks holds; 0 without prefix caching."""
-        if not self.enable_prefix_caching:
-            return 0
-        if self._num_holders == 1:
-            return len(request.block_ids)
-        count = 0
-        for block in request.block_ids:
-            if self.pool.ref_counts[block] != self._num_holders:
-                break
-            count += 1
-        return count
 
     def reset_prefix_cache(self) -> bool:
         """Forget every hash; False, and no change, while any request holds blocks."""

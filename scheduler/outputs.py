@@ -42,7 +42,6 @@ class CachedRequestData:
     Attributes:
       new_block_ids: blocks appended in this step, or None; for a resumed request the whole list, which replaces.
       num_computed_tokens: before this step's tokens.
-      num_output_tokens: async placeholders included.
       resumed_request_ids: those that come back from pre-emption.
       all_token_ids: prompt and outputs of resumed requests.
     """
@@ -50,7 +49,6 @@ class CachedRequestData:
     request_ids: list[str] = field(default_factory=list)
     new_block_ids: list[list[int] | None] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
-    num_output_tokens: list[int] = field(default_factory=list)
     resumed_request_ids: set[str] = field(default_factory=set)
     all_token_ids: dict[str, list[int]] = field(default_factory=dict)
 
@@ -71,7 +69,6 @@ class SchedulerOutput:
     scheduled_cached_requests: CachedRequestData = field(default_factory=CachedRequestData)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
-    num_common_prefix_blocks: int = 0
     finished_request_ids: set[str] = field(default_factory=set)
     preempted_request_ids: set[str] = field(default_factory=set)
     grammars: "dict[str, RequestGrammar]" = field(default_factory=dict)

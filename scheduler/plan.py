@@ -21,7 +21,7 @@ from scheduler.records import RECORD_WIDTH
 from scheduler.side_buffers import side_buffers
 
 ADMITS_PER_STEP = 16
-HEADER = ("num_tokens", "num_reqs", "num_decodes", "num_admits", "num_appends")
+HEADER = ("num_tokens", "num_reqs", "num_decodes")
 # XLA hands a kernel a slice of the buffer without copying it, and GPU kernels want 256 bytes of alignment.
 FIELD_ALIGNMENT = 64
 ON_DEVICE = -1  # in input_ids: the token is the one that the row sampled last
@@ -188,7 +188,7 @@ class Planner:
         key = self._policy.select(kind, num_tokens, num_reqs)
         buffer, fields, needs_sample = self._fill(key, step, num_tokens)
         overflow = _fill_changes(fields, changes, self.batch)
-        fields["header"][:] = (num_tokens, num_reqs, step.num_decodes, len(changes.admitted), len(changes.appends))
+        fields["header"][:] = (num_tokens, num_reqs, step.num_decodes)
         masks = _plan_masks(scheduler_output, step.request_ids, key.R, self.batch.limits.mask_words)
         is_plain, has_processing = _sampling(self.batch, step, needs_sample)
         return StepPlan(

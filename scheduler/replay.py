@@ -6,6 +6,7 @@ The model is a stub: output token k of a request is a hash of its id and k, now 
 
 import zlib
 from collections import deque
+from itertools import takewhile
 from typing import Any
 
 from scheduler.config import CacheConfig, SchedulerConfig
@@ -45,8 +46,9 @@ def replay(scenario: dict[str, Any]) -> list[dict[str, Any]]:
             num_added += 1
         aborted = [r["id"] for r in scenario["requests"] if r["abort_step"] == step and r["step"] <= step]
         scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
+        num_outputs = {i: _num_outputs(request) for i, request in scheduler.requests.items()}
         output = scheduler.schedule()
-        record = {"step": step, "aborted": aborted, **_describe(scheduler, output)}
+        record = {"step": step, "aborted": aborted, **_describe(scheduler, output, num_outputs)}
         if refused:
             record["refused"] = refused
         records.append(record)
@@ -120,10 +122,30 @@ def _make_request(recorded: dict[str, Any]) -> Request:
     )
 
 
-def _describe(scheduler: Scheduler, output: SchedulerOutput) -> dict[str, Any]:
+def _num_outputs(request: Request) -> int:
+    """Those in flight are counted."""
+    return request.num_output_tokens + request.num_output_placeholders
+
+
+def _num_common_prefix_blocks(scheduler: Scheduler) -> int:
+    """Leading blocks of the first running request that every request with blocks holds; 0 without prefix caching."""
+    if not scheduler.running or not scheduler.kv.enable_prefix_caching:
+        return 0
+    num_holders = sum(bool(request.block_ids) for request in scheduler.requests.values())
+    ref_counts = scheduler.kv.pool.ref_counts
+    shared = takewhile(lambda block: ref_counts[block] == num_holders, scheduler.running[0].block_ids)
+    return len(list(shared))
+
+
+def _describe(scheduler: Scheduler, output: SchedulerOutput, num_outputs: dict[str, int]) -> dict[str, Any]:
+    """A step's record. num_outputs: of each request, before the step."""
     known = output.scheduled_cached_requests
     columns = zip(
-        known.request_ids, known.num_computed_tokens, known.num_output_tokens, known.new_block_ids, strict=True
+        known.request_ids,
+        known.num_computed_tokens,
+        map(num_outputs.__getitem__, known.request_ids),
+        known.new_block_ids,
+        strict=True,
     )
     return {
         "num_scheduled": [[i, n] for i, n in output.num_scheduled_tokens.items()],
@@ -131,7 +153,7 @@ def _describe(scheduler: Scheduler, output: SchedulerOutput) -> dict[str, Any]:
         "cached": [[*row, row[0] in known.resumed_request_ids] for row in columns],
         "preempted": sorted(output.preempted_request_ids),
         "finished": sorted(output.finished_request_ids),
-        "common_prefix": output.num_common_prefix_blocks,
+        "common_prefix": _num_common_prefix_blocks(scheduler),
         "running": [request.request_id for request in scheduler.running],
         "waiting": [request.request_id for request in scheduler.waiting],
         "skipped": [request.request_id for request in scheduler.skipped],

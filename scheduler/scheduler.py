@@ -109,7 +109,7 @@ class Scheduler:
 
     @property
     def has_grammars(self) -> bool:
-        """Whether some request takes part in a step only when no token of its own is in flight."""
+        """Whether some request has a grammar."""
         return bool(self._with_grammar)
 
     def reset_prefix_cache(self) -> bool:
@@ -129,8 +129,6 @@ class Scheduler:
         assert step.budget >= 0 and len(self.running) <= self.config.max_num_seqs
         output = step.describe()
         output.finished_request_ids, self._finished_ids = self._finished_ids, set()
-        if self.running:
-            output.num_common_prefix_blocks = self.kv.num_common_prefix_blocks(self.running[0])
         if self._with_grammar:
             output.grammars = self._sampling_grammars(output.num_scheduled_tokens)
         self._advance(step.scheduled, output.num_scheduled_tokens)

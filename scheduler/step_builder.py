@@ -54,10 +54,6 @@ class StepBuilder:
                 request_ids=request_ids,
                 new_block_ids=list(map(self.new_block_ids.get, request_ids)),
                 num_computed_tokens=[request.num_computed_tokens for request in known],
-                num_output_tokens=[
-                    request.num_tokens + request.num_output_placeholders - request.num_prompt_tokens
-                    for request in known
-                ],
                 resumed_request_ids={request.request_id for request in resumed},
                 all_token_ids={request.request_id: request.all_token_ids for request in resumed},
             ),

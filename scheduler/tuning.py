@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.buckets import BucketKey, BucketPolicy, StepKind, StepShape
+from scheduler.buckets import DEFAULT_MAX_PROGRAMS, BucketKey, BucketPolicy, StepKind, StepShape
 from scheduler.cost_model import CostModel
 
 # Rows that mixed buckets may have, besides max_num_seqs.
@@ -36,7 +36,7 @@ class TuningOptions:
         into a state of steps so slow that it does not leave it.
     """
 
-    max_programs: int = 24
+    max_programs: int = DEFAULT_MAX_PROGRAMS
     decode_granule: int = 8
     mixed_granule: int = 32
     padding_price: float = 2.0

@@ -92,7 +92,7 @@ class Setup:
         rows = np.arange(n)
         position = self.context - 1
         block = 1 + (rows * self.limits.max_blocks + position // BLOCK_SIZE) % (self.num_blocks - 1)
-        fields["header"][:] = (n, n, n, 0, 0)[: len(HEADER)]
+        fields["header"][:] = n
         fields["input_ids"][:n] = ON_DEVICE
         fields["positions"][:n] = position
         fields["slot_mapping"][:n] = block * BLOCK_SIZE + position % BLOCK_SIZE

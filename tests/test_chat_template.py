@@ -1,5 +1,6 @@
 """Chat templates and tokenizer folders come out as in transformers, which is not imported for the usual ones."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import transformers
 from tokenizers import AddedToken
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from jaxvllm.chat import TRANSFORMERS_ARGUMENTS
 from jaxvllm.chat_template import can_render, render
+from jaxvllm.server.chat_prompt import _RESERVED
 from jaxvllm.tokenizer import Tokenizer
 from tests.engine.tokenizers_fixture import k_bytes
 
@@ -86,6 +89,14 @@ def test_template_that_transformers_refuses_is_refused(template):
 )
 def test_what_is_not_plain_is_left_to_transformers(messages, variables):
     assert not can_render(messages, None, variables)
+
+
+def test_what_transformers_takes_for_an_argument_of_its_own_is_no_variable_of_a_template():
+    named = set(inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
+    assert named <= _RESERVED
+    ours = {"self", "tools", "documents", "chat_template", "tokenize"}
+    ours |= {"add_generation_prompt", "continue_final_message"}
+    assert named - ours <= TRANSFORMERS_ARGUMENTS
 
 
 def write_folder(folder: Path, config: dict, special_tokens_map: dict | None, jinja: str | None) -> None:

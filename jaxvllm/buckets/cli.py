@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jaxvllm.bucket_choice import STRATEGIES, choose_policy
 from jaxvllm.cli_args import add_engine_options, given_engine_args
 from jaxvllm.engine_args import EngineArgs
-from scheduler.buckets import BucketKey, BucketPolicy, StepShape, explicit, load_policy
+from scheduler.buckets import DEFAULT_MAX_PROGRAMS, BucketKey, BucketPolicy, StepShape, explicit, load_policy
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.cost_model import CostModel, load_cost_model
 from scheduler.simulate import Simulation, SimulationReport
@@ -52,7 +52,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policies", nargs="+", default=DEFAULT_POLICIES, help=f"any of {choices}, or JSON files")
     parser.add_argument("--decode-sizes", type=int, nargs="+", help="of the explicit policy")
     parser.add_argument("--mixed-sizes", type=int, nargs="+", help="of the explicit policy, in tokens")
-    parser.add_argument("--max-programs", type=int, default=24, help="budget of the tuned policy")
+    parser.add_argument("--max-programs", type=int, default=DEFAULT_MAX_PROGRAMS, help="budget of the tuned policy")
     parser.add_argument("--trace", type=Path, help="Azure CSV or Mooncake JSONL; requests come at its times")
     parser.add_argument("--speedup", type=float, default=1.0, help="the trace's requests arrive so many times faster")
     parser.add_argument("--num-requests", type=int, default=40, help="of the trace, or of the synthetic workload")
@@ -82,7 +82,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         "--speedup", type=float, default=1.0, help="requests arrive so many times faster; with --running: the first try"
     )
     parser.add_argument("--limit", type=int, default=4000, help="only the first so many requests")
-    parser.add_argument("--max-programs", type=int, default=24)
+    parser.add_argument("--max-programs", type=int, default=DEFAULT_MAX_PROGRAMS)
     parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--max-model-len", type=int, default=40_960)

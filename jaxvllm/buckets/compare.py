@@ -295,7 +295,7 @@ class _ShapesExecutor:
 
     def __init__(self, policy: BucketPolicy, num_blocks: int) -> None:
         self._num_blocks = num_blocks
-        self._num_prompt_tokens: dict[str, int] = {}
+        self._num_tokens: dict[str, int] = {}  # of each request, with the tokens that the steps so far gave
         self.bucket_policy = policy
         self.log = StepLog()
 
@@ -306,16 +306,17 @@ class _ShapesExecutor:
         if not scheduler_output.num_scheduled_tokens:
             return None
         self.log.note(scheduler_output)
-        missing = {}  # tokens that each request has and that were not computed before the step
-        for new in scheduler_output.scheduled_new_requests:
-            self._num_prompt_tokens[new.request_id] = len(new.prompt_token_ids)
-            missing[new.request_id] = len(new.prompt_token_ids) - new.num_computed_tokens
         known = scheduler_output.scheduled_cached_requests
-        columns = (known.request_ids, known.num_computed_tokens, known.num_output_tokens)
-        for request_id, num_computed, num_outputs in zip(*columns, strict=True):
-            missing[request_id] = self._num_prompt_tokens[request_id] + num_outputs - num_computed
-        num_scheduled = scheduler_output.num_scheduled_tokens
-        return _Tokens(ModelRunnerOutput({i: 0 for i, n in num_scheduled.items() if n >= missing[i]}))
+        num_computed = dict(zip(known.request_ids, known.num_computed_tokens, strict=True))
+        for new in scheduler_output.scheduled_new_requests:
+            self._num_tokens[new.request_id] = len(new.prompt_token_ids)
+            num_computed[new.request_id] = new.num_computed_tokens
+        sampled = {}
+        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            if num_computed[request_id] + num_scheduled == self._num_tokens[request_id]:
+                self._num_tokens[request_id] += 1
+                sampled[request_id] = 0
+        return _Tokens(ModelRunnerOutput(sampled))
 
     def metrics(self) -> dict[str, float]:
         return {}

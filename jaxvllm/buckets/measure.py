@@ -12,7 +12,7 @@ from jaxvllm.model_runner import ModelRunner
 from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketKey
 from scheduler.cost_model import StepSample
-from scheduler.plan import HEADER, PlanLayout, StepPlan
+from scheduler.plan import PlanLayout, StepPlan
 
 CONTEXTS = (256, 1024)  # keys of each decode row; two of them tell what a context token costs
 PROMPT_TOKENS = 1024  # of each prompt in a mixed step, if the bucket has rows for so many prompts
@@ -66,8 +66,7 @@ def full_step(key: BucketKey, limits: BatchLimits, tables: np.ndarray, context: 
     positions = np.arange(ends[-1]) - np.repeat(ends - seq_lens, num_tokens)
     blocks = tables[token_rows, positions // limits.block_size]
     num_real = int(ends[-1])
-    header = {"num_tokens": num_real, "num_reqs": n, "num_decodes": int(is_decode.sum())}
-    fields["header"][:] = [header.get(name, 0) for name in HEADER]
+    fields["header"][:] = (num_real, n, is_decode.sum())
     fields["input_ids"][:num_real] = 1 + positions % 100
     fields["positions"][:num_real] = positions
     fields["slot_mapping"][:num_real] = blocks * limits.block_size + positions % limits.block_size

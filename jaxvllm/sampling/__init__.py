@@ -1,7 +1,7 @@
 """From logits to token ids, in programs that follow a step's (jaxvllm.step).
 
-Order as in vLLM (SEMANTICS 2.9): the processors, then greedy rows take the argmax; others: temperature, min_p, top_k,
-top_p, draw. A draw depends on the row's logits, parameters and output index only, bit for bit.
+Order as in vLLM (vllm/v1/sample/sampler.py): the processors, then greedy rows take the argmax; others: temperature,
+min_p, top_k, top_p, draw. A draw depends on the row's logits, parameters and output index only, bit for bit.
 """
 
 from jaxvllm.sampling.custom import LogitsProcessor, load_logits_processors

@@ -1,8 +1,8 @@
 """What changes a row's logits before a token is chosen.
 
-vLLM's order (SEMANTICS 2.9): grammar, and logprobs are of what it leaves; then allowed ids, bad words, stop ids before
-min_tokens, bias, penalties, thinking budget. Masks are -inf, which bias and penalties leave as it is, so some come
-later here. Custom processors see what these leave.
+vLLM's order (vllm/v1/sample/sampler.py): grammar, and logprobs are of what it leaves; then allowed ids, bad words, stop
+ids before min_tokens, bias, penalties, thinking budget. Masks are -inf, which bias and penalties leave as it is, so
+some come later here. Custom processors see what these leave.
 
 Letters: R rows  V vocab
 """

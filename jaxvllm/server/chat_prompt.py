@@ -4,20 +4,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxvllm.chat import split_conversations
+from jaxvllm.async_engine import MAX_CHARS_AT_ONCE
+from jaxvllm.chat import TRANSFORMERS_ARGUMENTS, split_conversations
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.protocol import ChatCompletionRequest, RenderRequest, TokenizeRequest
 from jaxvllm.server.serving import Serving
 
-MAX_CHARS_AT_ONCE = 4096  # a longer conversation is rendered in a thread
 # Arguments of rendering, and what transformers would take for one: no variables of a template.
-_RESERVED = frozenset(
-    {
-        *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
-        *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
-        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens", "self"),
-    }
-)
+_RESERVED = TRANSFORMERS_ARGUMENTS | {
+    *("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "self"),
+}
 
 
 async def render(serving: Serving, request: RenderRequest) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxvllm.chat import read_chat_template
 from jaxvllm.cli_args import add_engine_options, flag, given_engine_args, json_object
-from jaxvllm.config import api_key_from_environment
+from jaxvllm.config import DEFAULT_STEP_TIMEOUT_S, api_key_from_environment
 from jaxvllm.engine_args import EngineArgs
 from jaxvllm.server.config import DEFAULT_MAX_REQUEST_BYTES, ServerConfig
 from jaxvllm.tool_parsers import get_tool_parser
@@ -54,7 +54,7 @@ def add_parser(commands: Any) -> None:
     engine.add_argument("-tp", dest="tensor_parallel_size", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     engine.add_argument("--disable-log-stats", action="store_true", help="no line of statistics every 10 seconds")
     engine.add_argument(
-        "--step-timeout", type=float, default=300.0, metavar="SECONDS",
+        "--step-timeout", type=float, default=DEFAULT_STEP_TIMEOUT_S, metavar="SECONDS",
         help="a core that ends no step for so long is taken for dead",
     )  # fmt: skip
     engine.add_argument("--restart-engine", action="store_true", help="start a new core in the place of a dead one")

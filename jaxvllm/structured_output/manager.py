@@ -68,7 +68,7 @@ class GrammarManager:
         self._tokenizer: Future[GrammarTokenizer] | None = None
         self._compiled: OrderedDict[str, TokenGrammar] = OrderedDict()  # at their start
         self._compiled_lock = Lock()
-        self._pending: set[Future[None]] = set()
+        self._pending: set[Future[None]] = set()  # the threads take out what is done
 
     def prepare(self) -> None:
         """Start to load the vocabulary, which stops the whole process for some tenths of a second."""
@@ -79,7 +79,7 @@ class GrammarManager:
         """Start to compile a request's grammar; it is ready, or has an error, when that is done."""
         self.prepare()
         grammar = TokenGrammar()
-        self._pending.add(self._compile_pool.submit(self._compile, grammar, params))
+        self._note_pending(self._compile_pool.submit(self._compile, grammar, params))
         return grammar
 
     def begin_step(self, grammars: list[TokenGrammar]) -> GrammarStepMasks:
@@ -100,18 +100,20 @@ class GrammarManager:
             if grammar.is_slow and not (grammar.num_in_flight or grammar.is_over):
                 slow.append(grammar)
         if slow:
-            self._pending.add(self._mask_pool.submit(self._compute_masks, slow))
+            self._note_pending(self._mask_pool.submit(self._compute_masks, slow))
 
     def wait(self) -> None:
         """Sleep until something is ready, for IDLE_WAIT_S at most; not at all if nothing is being computed."""
-        self._pending = {future for future in self._pending if not future.done()}
-        if self._pending:
-            wait(self._pending, IDLE_WAIT_S, FIRST_COMPLETED)
+        wait(set(self._pending), IDLE_WAIT_S, FIRST_COMPLETED)
 
     def shutdown(self) -> None:
         """End the threads; what they were doing is lost."""
         self._compile_pool.shutdown(wait=False, cancel_futures=True)
         self._mask_pool.shutdown(wait=False, cancel_futures=True)
+
+    def _note_pending(self, future: Future[None]) -> None:
+        self._pending.add(future)  # first: one that is done is taken out at once
+        future.add_done_callback(self._pending.discard)
 
     def _loaded(self) -> GrammarTokenizer:
         assert self._tokenizer is not None

@@ -5,9 +5,11 @@ import os
 import numpy as np
 import pytest
 
+from jaxvllm import engine_args
 from jaxvllm.device_probe import GpuInfo
 from jaxvllm.engine_args import EngineArgs, default_limits
 from jaxvllm.vllm_args import NOT_BUILT
+from pallas_kernels import mosaic_attention
 
 
 def test_unknown_argument_is_named_with_the_nearest_known_one():
@@ -31,6 +33,10 @@ def test_argument_that_is_not_built_is_refused_by_name_and_taken_with_its_defaul
     with pytest.raises(NotImplementedError, match=name):
         EngineArgs(**{name: value})
     EngineArgs(**{name: NOT_BUILT[name]})
+
+
+def test_every_block_size_has_kernels():
+    assert engine_args.BLOCK_SIZES == mosaic_attention.BLOCK_SIZES
 
 
 def test_no_argument_is_both_applied_and_refused():

@@ -3,9 +3,12 @@
 import dataclasses
 import logging
 import os
+import re
+import shutil
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +23,7 @@ from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketKey, explicit
 from tests.engine.toy import Loop, make_runner
 
+ROOT = Path(program_store.__file__).parent.parent
 LIMITS = BatchLimits(2, 32, 4)
 POLICY = explicit(2, 16, [2], [16])
 KEYS = [BucketKey("decode", n, n) for n in (3, 5)]
@@ -114,9 +118,9 @@ def test_every_part_of_a_runner_changes_the_names_of_its_programs():
     assert len(set(names)) == len(names) and name() == names[0]
 
 
-def test_every_edit_of_the_code_changes_the_fingerprint_and_the_scheduler_does_not(tmp_path):
+def test_every_edit_of_the_code_changes_the_fingerprint(tmp_path):
     edited = ("jaxvllm/step.py", "jaxvllm/layers/mlp.py", "pallas_kernels/decode.py", "scheduler/plan.py")
-    for path in (*edited, "scheduler/records.py", "scheduler/batch.py", "scheduler/buckets.py"):
+    for path in edited:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("a = 1\n")
     seen = {hash_of_sources(tmp_path)}
@@ -124,8 +128,39 @@ def test_every_edit_of_the_code_changes_the_fingerprint_and_the_scheduler_does_n
         (tmp_path / path).write_text("a = 2\n")
         seen.add(hash_of_sources(tmp_path))
     assert len(seen) == 1 + len(edited)
-    (tmp_path / "scheduler/scheduler.py").write_text("a = 3\n")
-    assert hash_of_sources(tmp_path) in seen
+
+
+def scheduler_modules_of(path: Path) -> set[Path]:
+    """The scheduler's files that a file imports, and those that they import."""
+    found: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        for name in re.findall(r"^\s*from scheduler\.(\w+) import", waiting.pop().read_text(), re.MULTILINE):
+            module = ROOT / "scheduler" / f"{name}.py"
+            if module not in found:
+                found.add(module)
+                waiting.append(module)
+    return found
+
+
+def test_an_edit_of_what_traced_code_takes_from_the_scheduler_changes_the_fingerprint(tmp_path):
+    traced = [ROOT / "jaxvllm" / f"{name}.py" for name in ("step", "device_state", "model_runner")]
+    traced += (ROOT / "jaxvllm" / "sampling").glob("*.py")
+    modules = set().union(*map(scheduler_modules_of, traced))
+    # field_checks.py: by way of another.
+    assert {"plan.py", "token_lists.py", "field_checks.py"} <= {module.name for module in modules}
+    for package in ("jaxvllm", "pallas_kernels", "scheduler"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    before = hash_of_sources(tmp_path)
+    not_hashed = []
+    for module in modules:
+        copy = tmp_path / module.relative_to(ROOT)
+        text = copy.read_text()
+        copy.write_text(text + "\nA_CONSTANT = 1\n")
+        if hash_of_sources(tmp_path) == before:
+            not_hashed.append(module.name)
+        copy.write_text(text)
+    assert not not_hashed
 
 
 def test_settings_of_jax_are_part_of_the_fingerprint():

@@ -3,6 +3,7 @@
 import math
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,22 @@ def test_tokens_do_not_depend_on_which_masks_are_slow(slow_s, monkeypatch):
     monkeypatch.setattr(token_grammar, "SLOW_MASK_S", slow_s)
     assert run_mix() == expected
     assert run_mix(usable_blocks=9) == expected  # and under pre-emption
+
+
+def test_a_manager_forgets_what_it_has_computed_without_ever_waiting_for_it(vocabulary):
+    manager = GrammarManager(lambda: vocabulary)
+    for _ in range(50):
+        grammar = manager.add(StructuredOutputsParams(regex="a+"))
+        while not grammar.is_ready:
+            time.sleep(1e-4)
+        grammar.is_slow = True
+        manager.begin_step([grammar])
+        manager.end_step([grammar], [ord("a")])
+    deadline = time.monotonic() + 10
+    while manager._pending and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    assert not manager._pending
+    manager.shutdown()
 
 
 @pytest.mark.usefixtures("grammars_in_core")

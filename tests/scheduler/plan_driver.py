@@ -80,7 +80,6 @@ class CarelessScheduler:
         cached.request_ids.append(request_id)
         cached.new_block_ids.append(blocks or None)
         cached.num_computed_tokens.append(truth.num_computed)
-        cached.num_output_tokens.append(len(truth.outputs))
 
     def _admit(self, out: SchedulerOutput, resume: str | None, budget: int) -> int:
         rng = self.rng

@@ -50,6 +50,37 @@ def test_default_policies_need_at_most_24_programs_on_a_gpu_and_few_on_a_cpu(seq
     assert len(powers_of_two(16, 512).keys()) == 11
 
 
+@pytest.mark.parametrize("seqs", [1, 8, 100, 192, 257, 512, 1024])
+def test_policies_have_no_more_buckets_than_they_may(seqs):
+    for tokens, max_programs in itertools.product((seqs, 2048, 16384), range(1, 30)):
+        for strategy in (powers_of_two, geometric):
+            try:
+                policy = strategy(seqs, tokens, max_programs)
+            except ValueError:  # not even powers of two fit
+                continue
+            assert len(policy.keys()) <= max_programs, (strategy, tokens, max_programs)
+
+
+DECODE_1024 = (8, 16, 32, 64, 96, 128, 192, 256, 512, 1024)
+FEW_1024 = (256, 416, 672, 1024, 1632, 2592, 4096, 6528, 10336)
+TOKENS_8192 = (256, 352, 480, 672, 928, 1248, 1696, 2336, 3200, 4384, 5984, 8192)
+
+
+@pytest.mark.parametrize(
+    ("seqs", "tokens", "decode", "few", "many"),
+    [
+        (1024, 16384, DECODE_1024, FEW_1024, (1024, 2048, 4096, 8192, 16384)),
+        (256, 8192, DECODE_1024[:-2], TOKENS_8192, ()),
+        (64, 8192, DECODE_1024[:4], TOKENS_8192, ()),
+        (16, 8192, DECODE_1024[:2], TOKENS_8192, ()),
+    ],
+)
+def test_the_default_policies_of_a_gpu(seqs, tokens, decode, few, many):
+    policy = geometric(seqs, tokens, min_decode_size=8, min_mixed_size=256)
+    assert policy.decode_sizes == decode
+    assert policy.mixed_sizes == tuple(sorted([(T, min(seqs, 256)) for T in few] + [(T, seqs) for T in many]))
+
+
 def test_a_step_above_the_limits_is_refused():
     policy = powers_of_two(16, 512)
     with pytest.raises(ValueError, match="513 tokens"):

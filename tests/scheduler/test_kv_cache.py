@@ -69,17 +69,6 @@ def test_prompt_logprobs_and_skip_reading_do_not_read_the_cache():
         assert len(kv.get_computed_blocks(make_request("b", ids(12), **params))) == num_hits
 
 
-def test_common_prefix_counts_blocks_that_every_holder_shares():
-    kv = KVCacheManager(CacheConfig(4, 12))
-    first, second = make_request("a", ids(12)), make_request("b", [*ids(12), 5])
-    kv.allocate_slots(first, 12)
-    assert kv.num_common_prefix_blocks(first) == 3
-    kv.allocate_slots(second, 1, kv.get_computed_blocks(second))
-    assert kv.num_common_prefix_blocks(first) == kv.num_common_prefix_blocks(second) == 3
-    kv.allocate_slots(make_request("c", 2), 2)
-    assert kv.num_common_prefix_blocks(first) == 0
-
-
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", "dabc"), ("priority", "cadb")])
 def test_queue_order_of_a_request_put_back_and_of_one_removed(policy: str, order: str):
     queue = make_request_queue(policy)

@@ -22,12 +22,12 @@ def new_request(request_id, prompt, blocks, computed=0, **params):
 def step(new=(), cached=(), scheduled=None, finished=(), preempted=(), resumed=None):
     """cached: (id, new blocks or None, num_computed)."""
     data = CachedRequestData(
-        [c[0] for c in cached], [c[1] for c in cached], [c[2] for c in cached], [1] * len(cached),
+        [c[0] for c in cached], [c[1] for c in cached], [c[2] for c in cached],
         set(resumed or ()), dict(resumed or {}),
     )  # fmt: skip
     scheduled = scheduled or {}
     total = sum(scheduled.values())
-    return SchedulerOutput(list(new), data, scheduled, total, 0, set(finished), set(preempted))
+    return SchedulerOutput(list(new), data, scheduled, total, set(finished), set(preempted))
 
 
 def test_worked_example_puts_the_decodes_first_and_the_chunk_after_them():
@@ -45,7 +45,7 @@ def test_worked_example_puts_the_decodes_first_and_the_chunk_after_them():
     )
     assert plan.key == BucketKey("mixed", 8, 8) and plan.request_ids == ["B", "C", "A"]
     fields = PlanLayout.make(plan.key, limits).unpack(plan.buffer)
-    assert fields["header"].tolist() == [6, 3, 2, 1, 0]
+    assert fields["header"].tolist() == [6, 3, 2]
     assert fields["input_ids"].tolist() == [ON_DEVICE, ON_DEVICE, 11, 12, 13, 14, 0, 0]
     assert fields["positions"].tolist() == [50, 30, 0, 1, 2, 3, 0, 0]
     assert fields["slot_mapping"].tolist() == [8 * 16 + 2, 10 * 16 + 14, 48, 49, 50, 51, 0, 0]
@@ -63,7 +63,7 @@ def check_plan(plan, scheduler, device, scheduled, limits):
     """The plan, read back, says what the truth says; everything else in it is inert."""
     f = PlanLayout.make(plan.key, limits).unpack(plan.buffer)
     device.apply(plan, f)
-    num_tokens, num_reqs, num_decodes = f["header"][:3]
+    num_tokens, num_reqs, num_decodes = f["header"]
     assert (num_tokens, num_reqs) == (plan.num_tokens, plan.num_reqs) == (sum(scheduled.values()), len(scheduled))
     assert set(plan.request_ids) == set(scheduled)
     if plan.key.kind == "decode":
