@@ -318,8 +318,10 @@ class AsyncEngine:
         collectors, self._collectors = self._collectors, {}
         self._engine.forget_requests(list(collectors))
         self._backlog.clear()
-        for collector, _ in collectors.values():
-            collector.fail(error)
+        loop = self._inbox.loop
+        if loop is not None and not loop.is_closed():  # nobody waits in a closed one, and waking raises there
+            for collector, _ in collectors.values():
+                collector.fail(error)
         for future in filter(_is_waited_for, self._calls.values()):
             future.set_exception(error)
         for death in filter(_is_waited_for, self._deaths):

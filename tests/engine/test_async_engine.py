@@ -270,6 +270,21 @@ def test_shutdown_ends_the_core_and_every_stream(model_folder):
     assert not is_running(pid)
 
 
+def test_shutdown_ends_the_core_though_a_closed_loop_left_a_request(model_folder):
+    engine = make_engine(model_folder, "slow")
+
+    async def wait_and_leave():
+        request = await engine.process_request("a", [5], params(900))
+        waiting = engine._start([request]).get()
+        waiting.send(None).add_done_callback(lambda _: None)  # as in a task, which the loop's end would cancel
+        return waiting
+
+    waiting = asyncio.run(wait_and_leave())
+    engine.shutdown()
+    assert not is_running(engine._client.pid) and not engine.num_unfinished_requests
+    waiting.close()
+
+
 def test_drain_waits_for_running_requests(model_folder):
     engine = make_engine(model_folder, "slow")
 
