@@ -189,7 +189,8 @@ class AsyncEngine:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests early; unknown and finished ids are ignored. Their streams end with finish_reason "abort"."""
         if self._dead_error is None:
-            self._engine.abort_request(request_id)
+            with contextlib.suppress(EngineDeadError):  # which will be heard of in _handle
+                self._engine.abort_request(request_id)
 
     async def abort_all(self) -> None:
         """End every request early, as abort() does."""

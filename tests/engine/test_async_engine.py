@@ -254,6 +254,24 @@ def test_death_of_the_core_reaches_every_caller_within_a_second(model_folder, ex
     engine.shutdown()
 
 
+def test_abort_of_a_core_whose_death_was_not_yet_heard_of_is_no_error(model_folder):
+    engine = make_engine(model_folder, "slow")
+
+    async def scenario():
+        task = asyncio.create_task(ids_of(engine, [5], "a", params(900)))
+        await asyncio.sleep(0.2)
+        os.kill(engine._client.pid, signal.SIGKILL)
+        engine._client._process.wait()
+        assert engine.is_running
+        await engine.abort("a")
+        await engine.abort_all()
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await task
+
+    asyncio.run(scenario())
+    engine.shutdown()
+
+
 def test_shutdown_ends_the_core_and_every_stream(model_folder):
     engine = make_engine(model_folder, "slow")
     pid = engine._client.pid
