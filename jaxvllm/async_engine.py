@@ -40,7 +40,7 @@ class AsyncEngine:
     """Serves the requests of one event loop; the engine core runs in a child process.
 
     A thread waits for what the core says; all else happens in the loop that makes the requests. Another loop may use
-    the engine once no request of the first one runs.
+    the engine once no request of the first one runs; whatever else the first one still waits for is cancelled.
 
     Args:
       args: of the engine.
@@ -183,12 +183,14 @@ class AsyncEngine:
                     unfinished.discard(output.request_id)
                 yield output
         finally:
-            self._drop(unfinished)
+            # Another request may have the name of one that has ended without this consumer.
+            self._drop(i for i in unfinished if self._collectors.get(i, (None,))[0] is collector)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests early; unknown and finished ids are ignored. Their streams end with finish_reason "abort"."""
         if self._dead_error is None:
-            self._engine.abort_request(request_id)
+            with contextlib.suppress(EngineDeadError):  # which will be heard of in _handle
+                self._engine.abort_request(request_id)
 
     async def abort_all(self) -> None:
         """End every request early, as abort() does."""
@@ -268,6 +270,9 @@ class AsyncEngine:
         if old is not None and not old.is_closed() and self._collectors:
             raise RuntimeError("AsyncEngine serves one event loop at a time, and requests of another one are running.")
         self._drop(list(self._collectors))
+        self._backlog.clear()  # what is left of it was for them
+        for future in filter(_is_waited_for, (*self._calls.values(), *self._deaths)):
+            future.get_loop().call_soon_threadsafe(future.cancel)
         self._calls.clear()
         self._deaths.clear()
         self._is_checking = False
@@ -314,8 +319,10 @@ class AsyncEngine:
         collectors, self._collectors = self._collectors, {}
         self._engine.forget_requests(list(collectors))
         self._backlog.clear()
-        for collector, _ in collectors.values():
-            collector.fail(error)
+        loop = self._inbox.loop
+        if loop is not None and not loop.is_closed():  # nobody waits in a closed one, and waking raises there
+            for collector, _ in collectors.values():
+                collector.fail(error)
         for future in filter(_is_waited_for, self._calls.values()):
             future.set_exception(error)
         for death in filter(_is_waited_for, self._deaths):
@@ -341,6 +348,8 @@ class AsyncEngine:
 
     def _check(self) -> None:
         """Ask the core how it is, as long as it has requests."""
+        if self._inbox.loop is not asyncio.get_running_loop():
+            return  # the requests are another loop's, which has its own checks
         self._is_checking = bool(self._collectors) and self._dead_error is None
         if self._is_checking:
             self._asking = asyncio.get_running_loop().create_task(self._ask())  # the loop keeps no reference

@@ -84,6 +84,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front end, which then aborts or ends the core
     start = msgspec.json.decode(_read_line(), type=CoreStart)
     threading.Thread(target=_end_with_parent, args=(start.parent_pid,), daemon=True).start()
+    # A service manager sends this to all processes: the front end still needs a core to end its requests with.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.path.extend(path for path in start.sys_path if path not in sys.path)
     logging.basicConfig(format="%(levelname)s %(asctime)s [core] %(message)s", datefmt="%H:%M:%S")
     for package in LOGGED_PACKAGES:

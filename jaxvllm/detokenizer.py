@@ -148,8 +148,8 @@ class Detokenizer(Protocol):
         """Takes one token; returns the stop string it completed, if any."""
         ...
 
-    def finish(self) -> str | None:
-        """Gives out what was held back, for an end without a token; returns a stop string completed by it."""
+    def finish(self) -> None:
+        """Gives out what was held back, for an end without a token: no stop string is looked for, as in vLLM."""
         ...
 
     def next_text(self, finished: bool, delta: bool) -> str:
@@ -164,9 +164,8 @@ class NoDetokenizer:
         """Nothing to decode."""
         return None
 
-    def finish(self) -> str | None:
+    def finish(self) -> None:
         """Nothing is held back."""
-        return None
 
     def next_text(self, finished: bool, delta: bool) -> str:
         """Always empty."""
@@ -208,11 +207,9 @@ class IncrementalDetokenizer:
             self.text += self._decoder.flush()
         return self._check_stop(before)
 
-    def finish(self) -> str | None:
-        """Gives out what was held back, for an end without a token; returns a stop string completed by it."""
-        before = len(self.text)
+    def finish(self) -> None:
+        """Gives out what was held back, for an end without a token: no stop string is looked for, as in vLLM."""
         self.text += self._decoder.flush()
-        return self._check_stop(before)
 
     def next_text(self, finished: bool, delta: bool) -> str:
         """The text to show now: all of it, or what is new since the last call. Held-back text waits for `finished`."""

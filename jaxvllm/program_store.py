@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 << 30
 SUFFIX = ".program"
+TEMPORARY = ".tmp"  # of a file that is being written, or that a killed process left
 _MAGIC = b"jaxvllm program 1\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -104,7 +105,7 @@ class ProgramStore:
 
     def _evict(self) -> None:
         files = []
-        for path in self._folder.glob("*" + SUFFIX):
+        for path in (*self._folder.glob("*" + SUFFIX), *self._folder.glob("*" + TEMPORARY)):
             try:
                 files.append((path.stat().st_mtime, path.stat().st_size, path))
             except FileNotFoundError:  # another engine evicted it
@@ -192,7 +193,7 @@ def _read(path: Path) -> tuple[int | None, bytes]:
 
 def _write(path: Path, data: bytes) -> None:
     """Write a file that is there in whole or not at all."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")  # mode 0600
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=TEMPORARY)  # mode 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)

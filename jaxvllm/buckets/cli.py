@@ -4,12 +4,12 @@ import argparse
 import json
 import logging
 import math
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from jaxvllm.bucket_choice import STRATEGIES, choose_policy
@@ -98,7 +98,12 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
 def run_compare(args: argparse.Namespace) -> int:
     """Compare the policies and print the table."""
     deadline = time.monotonic() + (args.time_limit or math.inf)
-    executor, num_blocks = start_executor(args)
+    with running_executor(args) as (executor, num_blocks):
+        _compare(args, executor, num_blocks, deadline)
+    return 0
+
+
+def _compare(args: argparse.Namespace, executor: "DeviceExecutor", num_blocks: int, deadline: float) -> None:
     from jaxvllm.buckets.arrivals import sped_up
     from jaxvllm.buckets.compare import synthetic_workload, trace_workload
     from jaxvllm.buckets.comparison import Comparison
@@ -125,13 +130,16 @@ def run_compare(args: argparse.Namespace) -> int:
     print(f"\n{args.num_requests} requests on {about['device']}")
     print(table(comparison.results))
     print("\nms a step by bucket, T x R\n" + step_times(comparison.results))
-    executor.shutdown()
-    return 0
 
 
 def run_measure(args: argparse.Namespace) -> int:
     """Time the buckets of the policies and write the samples."""
-    executor, num_blocks = start_executor(args)
+    with running_executor(args) as (executor, num_blocks):
+        _measure(args, executor, num_blocks)
+    return 0
+
+
+def _measure(args: argparse.Namespace, executor: "DeviceExecutor", num_blocks: int) -> None:
     from jaxvllm.buckets.measure import measure_steps
 
     runner = executor.runner
@@ -143,8 +151,6 @@ def run_measure(args: argparse.Namespace) -> int:
         samples.append(asdict(sample.key) | {"context_tokens": sample.context_tokens, "ms": sample.ms})
         print(f"{sample.key!s:24} {sample.context_tokens:9,} context tokens {sample.ms:9.3f} ms", flush=True)
     args.out.write_text(json.dumps({"device": runner.device_kind, "samples": samples}, indent=1) + "\n")
-    executor.shutdown()
-    return 0
 
 
 def run_tune(args: argparse.Namespace) -> int:
@@ -206,23 +212,28 @@ def _tune(args: argparse.Namespace) -> int:
     return 0
 
 
-def start_executor(args: argparse.Namespace) -> "tuple[DeviceExecutor, int]":
+@contextmanager
+def running_executor(args: argparse.Namespace) -> "Iterator[tuple[DeviceExecutor, int]]":
     """The device side of an engine in this process, its programs not yet compiled, and its number of blocks."""
     from jaxvllm.model_source import resolve
 
-    given = given_engine_args(args)
-    if given.get("model") is None:
-        folder = Path(tempfile.mkdtemp(prefix="jaxvllm-tiny-"))
-        (folder / "config.json").write_text(json.dumps(TINY))
-        given = {"load_format": "dummy", **TINY_LIMITS} | given | {"model": str(folder)}
-    engine_args = EngineArgs(**given, compile_ahead=False)
-    source = resolve(engine_args.model, revision=engine_args.revision, download_dir=engine_args.download_dir)
-    config = engine_args.create_engine_config(source.config.max_position_embeddings)
-    with config.applied_core_environment():
-        from jaxvllm.executor import DeviceExecutor  # not before: JAX reads the environment when it is imported
+    with TemporaryDirectory(prefix="jaxvllm-tiny-") as folder:
+        given = given_engine_args(args)
+        if given.get("model") is None:
+            (Path(folder) / "config.json").write_text(json.dumps(TINY))
+            given = {"load_format": "dummy", **TINY_LIMITS} | given | {"model": folder}
+        engine_args = EngineArgs(**given, compile_ahead=False)
+        source = resolve(engine_args.model, revision=engine_args.revision, download_dir=engine_args.download_dir)
+        config = engine_args.create_engine_config(source.config.max_position_embeddings)
+        with config.applied_core_environment():
+            from jaxvllm.executor import DeviceExecutor  # not before: JAX reads the environment when it is imported
 
-        executor = DeviceExecutor(config)
-        return executor, executor.initialize()
+            executor = DeviceExecutor(config)
+            num_blocks = executor.initialize()
+    try:
+        yield executor, num_blocks
+    finally:
+        executor.shutdown()
 
 
 def guessed_cost(policy: BucketPolicy) -> CostModel:

@@ -79,7 +79,7 @@ def _add_address_options(group: Any) -> None:
     group.add_argument("--middleware", action="append", default=[], metavar="PATH", help="import path of a middleware")
     group.add_argument(
         "--shutdown-timeout", type=float, default=0.0, metavar="SECONDS",
-        help="how long running requests may go on after SIGTERM (default: 0, they are aborted)",
+        help="how long running requests may go on after SIGTERM or a first Ctrl-C (default: 0, they are aborted)",
     )  # fmt: skip
 
 

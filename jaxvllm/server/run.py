@@ -7,6 +7,7 @@ import logging
 import resource
 import signal
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from jaxvllm.server.serving import Serving
 logger = logging.getLogger(__name__)
 
 DEATH_NOTICE_S = 5.0  # a server whose core has died answers /health with 503 for so long before it ends
+FORCE_CHECK_S = 0.1  # how often a wait for running requests looks for a second Ctrl-C
 MAX_RESTARTS, RESTART_WINDOW_S = 3, 600.0
 BACKLOG = 2048
 MAX_OPEN_FILES = 65536
@@ -38,6 +40,7 @@ def serve(args: argparse.Namespace, engine_args: EngineArgs, config: ServerConfi
     for path in config.middleware:
         find_middleware(path)  # a bad one is refused before the model is loaded
     listener = _bind(args)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while the model loads; it must clean up
     try:
         engine = AsyncEngine(engine_args, step_timeout_s=args.step_timeout)
         serving = Serving(engine, config)
@@ -47,6 +50,7 @@ def serve(args: argparse.Namespace, engine_args: EngineArgs, config: ServerConfi
         finally:
             serving.engine.shutdown()
     finally:
+        signal.signal(signal.SIGTERM, before)
         listener.close()
         if args.uds is not None:
             Path(args.uds).unlink(missing_ok=True)
@@ -109,10 +113,13 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no new requests, give running ones their time, abort the rest."""
+        """Take no new requests, give running ones their time (until a second Ctrl-C), abort the rest."""
         self._serving.is_draining = True
-        if not await self._serving.engine.drain(self._shutdown_timeout_s):
-            await self._serving.engine.abort_all()
+        deadline = time.monotonic() + self._shutdown_timeout_s
+        while not await self._serving.engine.drain(min(FORCE_CHECK_S, deadline - time.monotonic())):
+            if self.force_exit or time.monotonic() >= deadline:
+                await self._serving.engine.abort_all()
+                break
         await super().shutdown(sockets)
 
 
@@ -158,7 +165,8 @@ class _Runner:
         while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
             self._restarts.popleft()
         self._restarts.append(now)
-        return self._args.restart_engine and len(self._restarts) <= MAX_RESTARTS
+        may_restart = self._args.restart_engine and not self._server.should_exit
+        return may_restart and len(self._restarts) <= MAX_RESTARTS
 
     async def _restart(self) -> bool:
         """Put a new engine in the place of the dead one; until it is ready, requests get the dead one's error."""

@@ -173,6 +173,55 @@ def test_one_loop_after_another_may_use_the_engine_but_not_two_at_once(engine):
     asyncio.run(other_loop_meanwhile())
 
 
+def test_tokens_that_a_loop_did_not_get_to_do_not_hold_up_the_next_loop(model_folder, monkeypatch):
+    monkeypatch.setattr("jaxvllm.async_engine.MAX_OUTPUTS_AT_ONCE", 1)
+    engine = make_engine(model_folder)
+
+    async def leave_a_backlog():
+        tasks = [asyncio.create_task(ids_of(engine, [i], str(i), params(900))) for i in range(97)]
+        while len(engine._backlog) < 53:
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in tasks)
+
+    for _ in range(2):
+        asyncio.run(leave_a_backlog())
+        assert asyncio.run(asyncio.wait_for(ids_of(engine, [5], "a", params(3)), 5)) == expected(5, 3)
+    engine.shutdown()
+
+
+def test_what_an_open_loop_waits_for_is_cancelled_when_another_one_takes_over(model_folder):
+    engine = make_engine(model_folder, "slow", step_timeout_s=0.2)
+    with asyncio.Runner() as first:
+
+        async def leave_calls_open():
+            waits = [asyncio.create_task(wait) for wait in (engine.wait_until_dead(), engine.get_metrics())]
+            await asyncio.sleep(0)
+            return waits
+
+        async def end(waits):
+            return await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 5)
+
+        waits = first.run(leave_calls_open())
+        assert asyncio.run(ids_of(engine, [5], "a", params(3))) == expected(5, 3)
+        assert [type(error) for error in first.run(end(waits))] == [asyncio.CancelledError] * 2
+    engine.shutdown()
+
+
+def test_a_stream_that_is_closed_late_leaves_the_next_request_of_its_name_alone(engine):
+    async def scenario():
+        first = engine.generate([5], params(900), "a")
+        await anext(first)
+        await engine.abort("a")
+        await engine.drain(5.0)
+        second = asyncio.create_task(ids_of(engine, [5], "a", params(300)))
+        while not engine.num_unfinished_requests:
+            await asyncio.sleep(0)
+        await first.aclose()
+        return await asyncio.wait_for(second, 5)
+
+    assert asyncio.run(scenario()) == expected(5, 300)
+
+
 @pytest.mark.parametrize(
     ("executor", "words"), [("fails_at_step_9", "on fire"), ("slow", "SIGKILL"), ("hangs_at_step_9", "hangs")]
 )
@@ -205,6 +254,24 @@ def test_death_of_the_core_reaches_every_caller_within_a_second(model_folder, ex
     engine.shutdown()
 
 
+def test_abort_of_a_core_whose_death_was_not_yet_heard_of_is_no_error(model_folder):
+    engine = make_engine(model_folder, "slow")
+
+    async def scenario():
+        task = asyncio.create_task(ids_of(engine, [5], "a", params(900)))
+        await asyncio.sleep(0.2)
+        os.kill(engine._client.pid, signal.SIGKILL)
+        engine._client._process.wait()
+        assert engine.is_running
+        await engine.abort("a")
+        await engine.abort_all()
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await task
+
+    asyncio.run(scenario())
+    engine.shutdown()
+
+
 def test_shutdown_ends_the_core_and_every_stream(model_folder):
     engine = make_engine(model_folder, "slow")
     pid = engine._client.pid
@@ -219,6 +286,21 @@ def test_shutdown_ends_the_core_and_every_stream(model_folder):
 
     asyncio.run(scenario())
     assert not is_running(pid)
+
+
+def test_shutdown_ends_the_core_though_a_closed_loop_left_a_request(model_folder):
+    engine = make_engine(model_folder, "slow")
+
+    async def wait_and_leave():
+        request = await engine.process_request("a", [5], params(900))
+        waiting = engine._start([request]).get()
+        waiting.send(None).add_done_callback(lambda _: None)  # as in a task, which the loop's end would cancel
+        return waiting
+
+    waiting = asyncio.run(wait_and_leave())
+    engine.shutdown()
+    assert not is_running(engine._client.pid) and not engine.num_unfinished_requests
+    waiting.close()
 
 
 def test_drain_waits_for_running_requests(model_folder):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,19 @@ def test_policies_without_time_to_run_are_estimated_from_the_steps_and_times_of_
 def test_an_unknown_policy_is_refused_with_the_list(model, capsys):
     assert main(["buckets", "compare", *model, "--policies", "fibonacci"]) == 1
     assert "'fibonacci' must be one of geometric, powers_of_two" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["compare", "measure"])
+def test_the_end_releases_the_device_and_leaves_no_folder_whatever_happens(command, tmp_path, monkeypatch):
+    from jaxvllm.executor import DeviceExecutor
+
+    ends = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(DeviceExecutor, "shutdown", lambda self: ends.append(self))
+    out = [] if command == "compare" else ["--out", str(tmp_path / "cost.json")]
+    words = ["buckets", command, "--device", "cpu", "--policies", "fibonacci", *LIMITS, *out]
+    assert main(words) == 1
+    assert len(ends) == 1 and not list(tmp_path.glob("jaxvllm-tiny-*"))
 
 
 def test_the_script_takes_the_benchmarks_models_by_name():

@@ -211,6 +211,46 @@ def test_killed_front_end_leaves_no_orphan(running_script):
     assert wait_until_gone(pid, limit_s=2.0)
 
 
+STARTING = f"""
+import sys
+from jaxvllm import Engine
+Engine(sys.argv[1], executor="{EXECUTORS}:sleeps_at_start", skip_tokenizer_init=True, device="cpu")
+"""
+
+
+def ignores_sigterm(pid: int) -> bool:
+    [mask] = [line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigIgn" in line]
+    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_core_leaves_sigterm_to_the_front_end(model_folder):
+    with make_engine(model_folder, "successor") as engine:
+        os.kill(core_pid(engine), signal.SIGTERM)
+        time.sleep(0.1)
+        assert engine.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].token_ids == [6]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_core_that_ignores_sigterm_while_it_starts_ends_with_the_front_end(model_folder, number):
+    process = subprocess.Popen([sys.executable, "-c", STARTING, str(model_folder)], cwd=ROOT)
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + 20
+        while not (pids := children.read_text().split()) or not ignores_sigterm(int(pids[0])):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        pid = int(pids[0])
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(0.1)
+        assert is_running(pid)
+        process.send_signal(number)
+        process.wait()
+        assert wait_until_gone(pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_without_pyzmq_an_engine_in_process_works_and_a_core_process_says_what_to_do(model_folder, monkeypatch):
     monkeypatch.delitem(sys.modules, "jaxvllm.mp_client", raising=False)
     monkeypatch.setitem(sys.modules, "zmq", None)

@@ -72,10 +72,12 @@ class Stream:
             self.processor.add_request(caller, [EngineCoreRequest(kind.name, prompt, given_params)])  # type: ignore[arg-type]
             self.texts[kind.name], self.num_ids[kind.name] = [], 0
 
-    def give(self, token_id: int, end: FinishedRequest | None = None) -> None:
+    def give(self, *token_ids: int, end: FinishedRequest | None = None) -> None:
+        """Take one token or none."""
         names = [name for name in self.texts if name not in self.ends]
         finished = dict.fromkeys(names, end) if end is not None else {}
-        result = self.processor.process_outputs(EngineCoreOutputs(names, [token_id] * len(names), {}, finished))
+        outputs = EngineCoreOutputs(names * len(token_ids), [*token_ids] * len(names), {}, finished)
+        result = self.processor.process_outputs(outputs)
         for output in result.request_outputs:
             completion = output.outputs[0]
             self.texts[output.request_id].append(completion.text)
@@ -127,7 +129,7 @@ def test_deltas_join_to_the_final_text_and_stop_strings_cut_it_as_defined(name: 
     stream = Stream(tokenizer, prompt, params)
     for k, token_id in enumerate(ids):
         if len(stream.ends) < 3:
-            stream.give(token_id, FinishedRequest("length") if k == len(ids) - 1 else None)
+            stream.give(token_id, end=FinishedRequest("length") if k == len(ids) - 1 else None)
 
     text, found, count = expected_end(deltas, stop, include, min_tokens)
     assert stream.texts["FINAL_ONLY"] == [text]
@@ -146,9 +148,20 @@ def test_a_stop_token_behind_any_stream_leaves_its_own_text_out(name: str):
         stream = Stream(tokenizer, [byte + 97], params)
         for token_id in (byte + 97, byte + 98):
             stream.give(token_id)
-        stream.give(byte + 99, FinishedRequest("stop", byte + 99))
+        stream.give(byte + 99, end=FinishedRequest("stop", byte + 99))
         assert "".join(stream.texts["DELTA"]) == stream.texts["FINAL_ONLY"][0] == ("abc" if include else "ab")
         assert set(stream.ends.values()) == {("stop", byte + 99)}
+
+
+@pytest.mark.parametrize(("token_id", "text"), [(ord("a"), "a"), ("é".encode()[0], "\ufffd")])
+def test_an_end_without_a_token_shows_all_text_and_is_no_stop(token_id: int, text: str):
+    for include in (False, True):
+        params = {"max_tokens": 9, "stop": ["\ufffd", "ab"], "include_stop_str_in_output": include}
+        stream = Stream(k_bytes(), [97], params)
+        stream.give(token_id)
+        stream.give(end=FinishedRequest("abort"))
+        assert "".join(stream.texts["DELTA"]) == stream.texts["FINAL_ONLY"][0] == text
+        assert set(stream.ends.values()) == {("abort", None)}
 
 
 @both

@@ -262,6 +262,17 @@ def test_the_least_recently_used_programs_go_when_the_folder_is_full(store):
     assert used < set(files(bounded)) and len(files(bounded)) == 4
 
 
+def test_what_a_killed_process_left_half_written_counts_and_goes_first(store):
+    start(store)
+    left = store._folder / ".abc.tmp"
+    left.write_bytes(b"x" * sum(path.stat().st_size for path in files(store)))
+    os.utime(left, (1000, 1000))
+    before = files(store)
+    bounded = ProgramStore(store._folder, max_bytes=int(2.5 * left.stat().st_size))
+    start(bounded, 1)
+    assert not left.exists() and set(before) < set(files(store))
+
+
 def test_two_starts_at_once_leave_whole_files(store):
     with ThreadPoolExecutor(2) as pool:
         caches = list(pool.map(partial(start, store), [7, 7]))

@@ -4,12 +4,15 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.server.process import Server, running_server
+from tests.engine.test_core_process import wait_until_gone
+from tests.server.process import EXECUTORS, ROOT, SCRIPT, Server, running_server
 from tests.server.raw_client import RawClient
 
 HEARD_S = 2.0
@@ -106,10 +109,75 @@ def test_sigterm_aborts_running_requests_or_waits_for_them(model_folder, timeout
     assert (num_tokens, reason) == (60, "length") if timeout_s else (num_tokens < 60 and reason == "abort")
 
 
-def test_an_address_in_use_is_an_error_before_the_model_is_loaded(server: Server, model_folder):
-    import subprocess
-    import sys
+async def end_of_stream(server: Server, signal_it) -> str:
+    """The reason that a long stream ends with."""
+    client = RawClient(server.port, "/v1/completions", BODY | {"stream": True})
+    await client.send()
+    assert await client.headers() == 200
+    signal_it()
+    events = [event async for event in client.events() if event is not None]
+    client.close()
+    return events[-1]["error"]["message"] if "error" in events[-1] else events[-1]["choices"][0]["finish_reason"]
 
+
+def test_sigterm_to_all_processes_at_once_aborts_running_requests(model_folder):
+    def to_all():
+        for pid in (core_pid(server), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
+
+    with running_server(model_folder, "slow", stops=False) as server:
+        assert asyncio.run(end_of_stream(server, to_all)) == "abort"
+        assert server.process.wait(10) == 0
+
+
+def test_no_new_core_is_started_for_a_server_that_is_ending(model_folder):
+    def end_then_kill():
+        pid = core_pid(server)
+        server.process.terminate()
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGKILL)
+
+    options = ("--restart-engine", "--shutdown-timeout", "30")
+    with running_server(model_folder, "slow", *options, stops=False) as server:
+        assert "SIGKILL" in asyncio.run(end_of_stream(server, end_then_kill))
+        assert server.process.wait(10) == 1
+    assert not any("Starting a new engine core" in line for line in server.lines)
+
+
+def test_a_second_ctrl_c_ends_the_wait_for_running_requests(model_folder):
+    def twice():
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGINT)
+
+    with running_server(model_folder, "slow", "--shutdown-timeout", "60", stops=False) as server:
+        start = time.monotonic()
+        assert asyncio.run(end_of_stream(server, twice)) == "abort"
+        assert server.process.wait(10) == 0 and time.monotonic() - start < 5.0
+
+
+def test_sigterm_while_the_model_loads_ends_server_and_core_and_leaves_no_socket(model_folder, tmp_path):
+    path = tmp_path / "socket"
+    command = [sys.executable, "-c", SCRIPT, f"{EXECUTORS}:sleeps_at_start", "serve", str(model_folder)]
+    process = subprocess.Popen([*command, "--device", "cpu", "--uds", str(path)], cwd=ROOT)
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + 20
+        while not children.read_text():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.5)
+        pid = core_pid(Server(process))
+        assert path.exists()
+        process.terminate()
+        assert process.wait(10) == 0
+        assert not path.exists() and wait_until_gone(pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_address_in_use_is_an_error_before_the_model_is_loaded(server: Server, model_folder):
     command = [sys.executable, "-m", "jaxvllm.cli", "serve", str(model_folder), "--port", str(server.port)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=20)
     assert result.returncode == 1
