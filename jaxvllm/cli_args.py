@@ -51,7 +51,8 @@ ENGINE_HELP = {
     "attention_backend": "mosaic_gpu or reference (default: by the device)",
     "disable_log_stats": "no line of statistics every 10 seconds (the default)",
     "tensor_parallel_size": "GPUs that share the model",
-    "bucket_policy": "powers_of_two, linear, one_shape, or a file of `jaxvllm buckets tune` (default: by the device)",
+    "bucket_policy": "geometric (the default on a GPU), powers_of_two (on a CPU), linear, one_shape, or a file of "
+    "`jaxvllm buckets tune`",
     "compile_ahead": "compile all programs before the first request (the default on a GPU)",
     "strict_compile": "a compile while serving is an error",
     "program_cache_dir": "where compiled programs are kept (default: on a GPU in the user's cache folder)",
@@ -87,17 +88,19 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_engine_options(group: Any, leave_out: Iterable[str] = ()) -> None:
+def add_engine_options(group: Any, leave_out: Iterable[str] = (), **texts: str) -> None:
     """One option for every field of EngineArgs; one that is not given keeps the field's default.
 
     Args:
       group: a parser or an argument group.
       leave_out: fields that the command has a way of its own for.
+      texts: help for a field that means something else to the command.
     """
+    words = ENGINE_HELP | texts
     for f in fields(EngineArgs):
         if f.name in NO_OPTION or f.name in leave_out:
             continue
-        group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=ENGINE_HELP.get(f.name), **_how(f))
+        group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=words.get(f.name), **_how(f))
 
 
 def _how(f: Field) -> dict[str, Any]:

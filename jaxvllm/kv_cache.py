@@ -85,10 +85,11 @@ def num_blocks_that_fit(spec: KVCacheSpec, limits: BatchLimits, free_bytes: int,
     num_tokens = max(num_blocks - 1, 0) * spec.block_size
     if num_blocks - 1 < limits.max_blocks:
         needed = (limits.max_blocks + 1) * spec.block_bytes
+        shorter = f"lower max_model_len to at most {num_tokens}, " if num_tokens else ""
         raise ValueError(
             f"the KV cache has room for {num_tokens} tokens ({pool_bytes / GIB:.2f} GiB), but "
-            f"max_model_len={limits.max_model_len} needs {needed / GIB:.2f} GiB: lower max_model_len to at most "
-            f"{num_tokens}, raise gpu_memory_utilization (on a CPU: the size of the KV pool), or lower "
+            f"max_model_len={limits.max_model_len} needs {needed / GIB:.2f} GiB: {shorter}raise "
+            "gpu_memory_utilization (on a CPU, or where it is given: kv_cache_memory_bytes), or lower "
             "max_num_batched_tokens."
         )
     return num_blocks

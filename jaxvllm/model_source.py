@@ -123,6 +123,11 @@ def load_tokenizer(
     if path.is_file():
         return resolve(path).load_tokenizer()
     if not path.is_dir():
+        if not _HUB_ID.fullmatch(name) or path.suffix == ".gguf":
+            raise ValueError(
+                f"tokenizer {name!r} was not found: there is no such folder or .gguf file, and it is not a hub id such "
+                f"as {DEFAULT_MODEL!r}; correct the path"
+            )
         from jaxvllm.weights.hub import download
 
         path = download(name, revision=revision, cache_dir=download_dir, with_weights=False)

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from jaxvllm import model_source
 from jaxvllm.layers.parameter import CheckpointTensor, ParamSpec
-from jaxvllm.model_source import EosIds, resolve
+from jaxvllm.model_source import EosIds, load_tokenizer, resolve
 from jaxvllm.weights import hub
 from jaxvllm.weights.load import load_params
 from tests.weights.tiny_gguf import llama_tensors, write_gguf
@@ -88,6 +88,13 @@ def test_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, monkeypatch)
     monkeypatch.setattr(hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
     with pytest.raises(ValueError, match=rf"model '{name}' was not found: there is no such folder or \.gguf file"):
         resolve(name)
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "missing.gguf"])
+def test_tokenizer_that_does_not_exist_is_not_looked_up_on_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    with pytest.raises(ValueError, match=f"tokenizer '{name}' was not found: there is no such folder"):
+        load_tokenizer(resolve(write_folder(tmp_path / "m")), name)
 
 
 def test_folder_without_config_json_says_what_was_looked_for(tmp_path):

@@ -89,6 +89,8 @@ def run_throughput(args: argparse.Namespace) -> int:
 def run_latency(args: argparse.Namespace) -> int:
     """Time the same batch again and again; no prompt is found in the prefix cache."""
     _check(args, "input_len", "output_len", "batch_size", "num_iters", "n")
+    if args.num_iters_warmup < 0:
+        raise ValueError(f"--num-iters-warmup {args.num_iters_warmup} must be at least 0.")
     params = _params(args, args.output_len, args.n)
     latencies, num_compiles = [], 0
     with _make_engine(args) as engine:

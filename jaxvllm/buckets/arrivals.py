@@ -1,5 +1,6 @@
 """A trace's arrivals sped up until a wanted number of requests runs at once, and sizes tuned to the steps of that."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,12 @@ HEAVIER_SHARE = 0.05
 
 
 def sped_up(trace: Sequence[TraceRequest], speedup: float) -> list[TraceRequest]:
-    """The same requests, arriving `speedup` times faster."""
+    """The same requests, arriving `speedup` times faster.
+
+    Raises: ValueError if that is not above 0.
+    """
+    if not 0 < speedup < math.inf:
+        raise ValueError(f"{speedup=} must be above 0, and finite; 1 leaves the arrivals as they are.")
     return [replace(request, arrival_s=request.arrival_s / speedup) for request in trace]
 
 
@@ -89,10 +95,20 @@ def tune_to_trace(
     policy = base
     speedup, report = scale_to_running(trace, policy, simulate, mean_running, first_try)
     for _ in range(rounds):
-        _, heavier = scale_to_running(trace, policy, simulate, HEAVIER * mean_running, speedup)
+        heavier = _heavier(trace, policy, simulate, HEAVIER * mean_running, speedup)
         policy = tune(_mixture(report.step_shapes, heavier.step_shapes))
         speedup, report = scale_to_running(trace, policy, simulate, mean_running, speedup)
     return policy, speedup, report
+
+
+def _heavier(
+    trace: Sequence[TraceRequest], policy: BucketPolicy, simulate: Simulate, mean_running: float, first_try: float
+) -> SimulationReport:
+    """What so many running requests do, or as many as the trace and the limits let run."""
+    busiest = simulate(sped_up(trace, MAX_SPEEDUP), policy)
+    if busiest.mean_running <= mean_running:
+        return busiest
+    return scale_to_running(trace, policy, simulate, mean_running, first_try)[1]
 
 
 def _mixture(usual: Mapping[StepShape, int], heavier: Mapping[StepShape, int]) -> Mapping[StepShape, int]:

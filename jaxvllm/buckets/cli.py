@@ -62,14 +62,14 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=float, help="seconds; policies without time to run are estimated")
     parser.add_argument("--json", type=Path, help="write the results here, after every policy")
     parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
-    add_engine_options(parser.add_argument_group("engine"), leave_out=("bucket_policy", "compile_ahead"))
+    _add_engine_options(parser)
     parser.set_defaults(run=run_compare)
 
 
 def _add_measure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policies", nargs="+", default=["geometric"], help="whose buckets to time")
     parser.add_argument("--out", type=Path, required=True, help="JSON of samples")
-    add_engine_options(parser.add_argument_group("engine"), leave_out=("bucket_policy", "compile_ahead"))
+    _add_engine_options(parser)
     parser.set_defaults(run=run_measure, decode_sizes=None, mixed_sizes=None)
 
 
@@ -93,6 +93,12 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=2, help="tune, simulate the tuned policy, and tune again")
     parser.add_argument("--json", type=Path, help="write the table here")
     parser.set_defaults(run=run_tune)
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    model = "local Hugging Face folder, GGUF file or hub id (default: a Llama small enough for a CPU, random weights)"
+    group = parser.add_argument_group("engine")
+    add_engine_options(group, leave_out=("bucket_policy", "compile_ahead"), model=model)
 
 
 def run_compare(args: argparse.Namespace) -> int:

@@ -95,7 +95,15 @@ def synthetic_workload(
     num_requests: int, mean_input: int, mean_output: int, arrivals_per_step: float, vocab_size: int, max_model_len: int,
     seed: int = 0,
 ) -> Workload:  # fmt: skip
-    """Log-normal lengths, exponential gaps between arrivals, which are step numbers."""
+    """Log-normal lengths, exponential gaps between arrivals, which are step numbers.
+
+    Raises: ValueError if a number or a length is below 1, or requests do not arrive.
+    """
+    for name, value in (("num_requests", num_requests), ("input_len", mean_input), ("output_len", mean_output)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    if not arrivals_per_step > 0:
+        raise ValueError(f"{arrivals_per_step=} must be above 0.")
     rng = np.random.default_rng(seed)
 
     def lengths(mean: int) -> np.ndarray:

@@ -35,9 +35,10 @@ class LogitsProcessor:
         """
         try:
             params = [float(number) for number in self.parse(value)]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+            reason = f"there is no {error}" if isinstance(error, KeyError) else error
             raise ValueError(
-                f"extra_args[{self.name!r}]={value!r} is refused by its logits processor: {error}"
+                f"extra_args[{self.name!r}]={value!r} is refused by its logits processor: {reason}"
             ) from error
         if len(params) != self.num_params:
             raise ValueError(f"logits processor {self.name!r} made {len(params)} numbers, not {self.num_params}.")

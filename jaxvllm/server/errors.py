@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
 from jaxvllm.errors import EngineDeadError
@@ -22,6 +23,7 @@ _TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
+_BRANCH = re.compile(r"constrained-str|(list|literal)\[.*\]|NamedToolChoice")
 _FIRST_WORD = re.compile(r"(?:sampling parameter |the )?([a-z][a-z_]*)\b")
 
 
@@ -81,10 +83,15 @@ def _first_word(message: str, fields: Container[str]) -> str | None:
 
 
 def _from_validation(error: ValidationError, fields: Container[str]) -> ApiError:
-    """The first of the errors."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    where = [str(part) for part in first["loc"]]
+    """The first field's error; of a field that may be of several types, that of the type which fits furthest."""
+    errors = error.errors(include_url=False, include_context=False)
+    errors = [e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
+    is_union = any(map(_branches, errors))
+    first = max(errors, key=_fit) if is_union else errors[0]
+    where = [str(part) for part in first["loc"] if part not in _branches(first)]
     message = first["msg"].removeprefix("Value error, ")
+    if is_union and _fit(first) == (2, False):  # none of the types fits
+        message = " or ".join([message, *(e["msg"].removeprefix("Input should be ") for e in errors if e is not first)])
     if not where:  # of several fields together
         return ApiError(f"{message}.", param=_first_word(message, fields))
     if first["type"] == "missing":
@@ -92,3 +99,13 @@ def _from_validation(error: ValidationError, fields: Container[str]) -> ApiError
     value = repr(first["input"])
     shown = value if len(value) <= MAX_VALUE_CHARS else value[:MAX_VALUE_CHARS] + "..."
     return ApiError(f"{'.'.join(where)}={shown}: {message}.", param=where[0])
+
+
+def _branches(error: ErrorDetails) -> list[int | str]:
+    """Where pydantic names the type that it tried, behind the field: stop.list[constrained-str]."""
+    return [part for part in error["loc"][1:2] if isinstance(part, str) and _BRANCH.fullmatch(part)]
+
+
+def _fit(error: ErrorDetails) -> tuple[int, bool]:
+    """Larger for a type whose parts were looked at, and for one that the value is of."""
+    return len(error["loc"]), not error["type"].endswith("_type")

@@ -80,3 +80,5 @@ def test_times_that_are_the_compilers_too_are_called_so(folder, capsys, monkeypa
 def test_bad_sizes_are_one_line(folder, capsys):
     assert bench(folder, "latency", "--batch-size", "0") == 1
     assert "--batch-size 0 must be at least 1" in capsys.readouterr().err
+    assert bench(folder, "latency", "--num-iters-warmup", "-1") == 1
+    assert "--num-iters-warmup -1 must be at least 0" in capsys.readouterr().err

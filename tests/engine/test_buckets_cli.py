@@ -74,6 +74,14 @@ def test_policies_without_time_to_run_are_estimated_from_the_steps_and_times_of_
     assert min(one["step_ms"].values()) >= cost.step_ms(BucketKey("mixed", 8, 2), 0) > 0
 
 
+@pytest.mark.parametrize("command", ["compare", "measure"])
+def test_help_names_the_model_that_runs_where_none_is_given(command, capsys):
+    with pytest.raises(SystemExit):
+        main(["buckets", command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "default: a Llama small enough for a CPU" in text and "SmolLM2" not in text
+
+
 def test_an_unknown_policy_is_refused_with_the_list(model, capsys):
     assert main(["buckets", "compare", *model, "--policies", "fibonacci"]) == 1
     assert "'fibonacci' must be one of geometric, powers_of_two" in capsys.readouterr().err
@@ -144,6 +152,36 @@ def test_arrivals_are_sped_up_until_the_wanted_number_runs():
         speedup, report = scale_to_running(trace, policy, simulate, wanted)
         assert report.mean_running == pytest.approx(wanted, rel=0.06)
         assert simulate(sped_up(trace, speedup), policy).mean_running == pytest.approx(report.mean_running)
+
+
+def test_tuning_for_more_than_half_of_the_rows_takes_what_can_run_for_the_heavier_load(tmp_path, capsys):
+    limits = ["--max-num-seqs", "8", "--max-num-batched-tokens", "512", "--max-model-len", "1024"]
+    words = ["--trace", str(write_trace(tmp_path / "t.csv")), "--out", str(tmp_path / "tuned.json"), *limits]
+    assert main(["buckets", "tune", *words, "--running", "5", "--num-blocks", "2000"]) == 0
+    assert "requests running" in capsys.readouterr().out and load_policy(tmp_path / "tuned.json").max_num_seqs == 8
+    assert main(["buckets", "tune", *words, "--running", "9"]) == 1
+    assert "no speedup makes 9.0 requests of this trace run at once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("speedup", ["0", "-1", "nan"])
+def test_a_speedup_that_is_not_above_0_is_refused(speedup, tmp_path, capsys):
+    words = ["--trace", str(write_trace(tmp_path / "t.csv")), "--out", str(tmp_path / "o.json"), "--speedup", speedup]
+    assert main(["buckets", "tune", *words]) == 1
+    assert f"speedup={float(speedup)} must be above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--num-requests", "0", "num_requests=0 must be at least 1"),
+        ("--input-len", "0", "input_len=0 must be at least 1"),
+        ("--output-len", "0", "output_len=0 must be at least 1"),
+        ("--arrivals-per-step", "0", "arrivals_per_step=0.0 must be above 0"),
+    ],
+)
+def test_a_workload_of_nothing_is_refused(model, capsys, option, value, message):
+    assert main(["buckets", "compare", *model, "--policies", "one_shape", option, value]) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", [BucketKey("decode", 8, 8), BucketKey("mixed", 40, 8), BucketKey("mixed", 40, 1)])

@@ -6,6 +6,7 @@ from dataclasses import fields
 import pytest
 
 from jaxvllm import cli, cli_args
+from jaxvllm.bucket_choice import STRATEGIES
 from jaxvllm.engine_args import EngineArgs
 
 
@@ -41,6 +42,7 @@ def test_help_has_a_word_for_every_option(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["generate", "--help"])
     assert ended.value.code == 0 and "--temperature" in capsys.readouterr().out
+    assert all(strategy in cli_args.ENGINE_HELP["bucket_policy"] for strategy in STRATEGIES)
     assert cli_args.ENGINE_HELP.keys() == {f.name for f in fields(EngineArgs)} - set(cli_args.NO_OPTION)
 
 

@@ -168,6 +168,10 @@ def test_the_pool_is_sized_from_what_is_free_and_says_how_many_tokens_fit():
     assert num_blocks_that_fit(spec, limits, 9 * spec.block_bytes) == 9  # 8 blocks hold 30 tokens, and the null block
     with pytest.raises(ValueError, match=r"room for 28 tokens.*max_model_len=30.*at most 28"):
         num_blocks_that_fit(spec, limits, 8 * spec.block_bytes)
+    with pytest.raises(
+        ValueError, match=r"room for 0 tokens.*GiB: raise gpu_memory_utilization.*kv_cache_memory_bytes"
+    ):
+        num_blocks_that_fit(spec, limits, spec.block_bytes)  # no length would fit
 
 
 def test_a_large_pool_has_a_round_number_of_blocks_so_that_a_later_start_finds_its_programs():

@@ -9,6 +9,7 @@ import pytest
 
 from jaxvllm import Engine, RequestOutputKind, SamplingParams
 from jaxvllm.logprobs import FlatLogprobs
+from jaxvllm.sampling import LogitsProcessor
 from tests.engine.tiny_core import EXECUTOR, ids
 
 PROMPT = ids(40)
@@ -280,3 +281,18 @@ def test_a_custom_processor_works_with_the_core_in_a_process_of_its_own(tmp_path
     with Engine(folder, device="cpu", logits_processors=["tests.engine.logits_processors:favour"], **sizes) as engine:
         tokens = run(engine, [1, 2, 3], max_tokens=3, extra_args={"favour": {"token": 42, "by": 1000.0}}, logprobs=1)
     assert tokens == [42] * 3
+
+
+@pytest.mark.parametrize(
+    ("parse", "value", "message"),
+    [
+        (lambda value: [value["by"]], {}, "there is no 'by'"),
+        (lambda value: [value[0]], [], "list index out of range"),
+        (lambda value: [value.get("by")], 3, "'int' object has no attribute 'get'"),
+        (lambda value: [value], 10**400, "int too large"),
+    ],
+)
+def test_a_value_that_a_processors_parse_stumbles_over_is_the_callers_error(parse, value, message):
+    processor = LogitsProcessor("favour", lambda logits, params: logits, 1, parse)
+    with pytest.raises(ValueError, match=rf"extra_args\['favour'\].* is refused by its logits processor: .*{message}"):
+        processor.params_of(value)
