@@ -4,6 +4,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from jaxvllm import chat_cli, generate_cli
 from jaxvllm.bench import cli as bench_cli
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxvllm", description="LLM inference in JAX.")
+    parser.add_argument("--version", action="version", version=version("jaxvllm"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)

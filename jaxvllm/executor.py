@@ -80,8 +80,8 @@ class DeviceExecutor:
           meanwhile: see Executor.
 
         Raises:
-          ValueError: the model cannot be served, or a request of max_model_len does not fit the pool.
-          RuntimeError: JAX finds no device of the configured kind.
+          ValueError: the model cannot be served, a request of max_model_len does not fit the pool, or JAX finds no device
+            of the configured kind.
         """
         try:
             return self._initialize(meanwhile)
@@ -221,7 +221,7 @@ def with_cache_dtype(model_config: ModelConfig, kv_cache_dtype: str) -> tuple[Mo
 def _mesh(config: EngineConfig) -> Mesh:
     devices = jax.devices()
     if devices[0].platform != config.device:
-        raise RuntimeError(
+        raise ValueError(
             f"device={config.device!r} was asked for, but JAX runs on {devices[0].platform!r}: install the package "
             "with the extra cuda12 or cuda13 for a GPU, or set device='cpu'."
         )

@@ -112,3 +112,8 @@ def test_a_pool_too_small_for_the_longest_request_names_sizes_and_remedy(tmp_pat
     monkeypatch.setattr(DeviceExecutor, "initialize", lambda *_: pytest.fail("a number that is given needs no start"))
     with pytest.raises(ValueError, match=r"max_model_len=64 .* 48 tokens .*at most 48, .*num_gpu_blocks_override"):
         Engine(folder, device="cpu", multiprocess=False, num_gpu_blocks_override=4)
+
+
+def test_a_device_that_is_not_there_is_an_error_that_names_the_remedy(tmp_path):
+    with pytest.raises(ValueError, match=r"device='gpu' was asked for, but JAX runs on 'cpu': install .* cuda12"):
+        Engine(folder_with(tmp_path), device="gpu", multiprocess=False, compile_ahead=False)

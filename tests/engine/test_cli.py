@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import fields
+from importlib.metadata import version
 
 import pytest
 
@@ -36,6 +37,12 @@ def test_progress_bar_can_be_switched_off(model_folder, capsys):
 def test_bad_sampling_option_is_refused_before_the_model_is_loaded(capsys):
     assert cli.main(["generate", "A", "--model", "/nowhere/at/all", "--top-p", "7"]) == 1
     assert "top_p=7.0" in capsys.readouterr().err
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.strip() == version("jaxvllm")
 
 
 def test_help_has_a_word_for_every_option(capsys):
