@@ -46,39 +46,55 @@ def _start_product(a: Any, b: Ref, shape: tuple[int, int]) -> jax.Array:
     in_registers = isinstance(a, jax.Array)
     in_smem = plgpu.RefType((plgpu.TilingTransform((ATOM, _TILE)), plgpu.SwizzleTransform(2 * _TILE)))
 
-    def descriptors(matrix: Any, num_rows: int) -> list[Any]:
-        """Where each step's columns lie, as wgmma wants to be told: addresses count 16 bytes."""
+    def descriptor(matrix: Any, num_rows: int) -> tuple[Any, list[int]]:
+        """Where the first step's columns lie, as wgmma wants to be told, and how far behind it each step's do."""
         options: dict[str, Any] = {"group_size": (num_rows, _TILE), "logical_k_major": False}
-        descriptor: Any = mma_utils.create_descriptor(matrix, swizzle=2 * _TILE, **options)
-        (first, (_, (of_step,))), (_, of_tile), _ = descriptor
+        described: Any = mma_utils.create_descriptor(matrix, swizzle=2 * _TILE, **options)
+        (first, (_, (of_step,))), (_, of_tile), _ = described
         offsets = [c // _TILE * of_tile + c % _TILE // _STEP * of_step for c in range(0, num_columns, _STEP)]
-        return [arith.addi(first, arith.constant(first.type, offset // 16)) for offset in offsets]
+        return first, [offset // 16 for offset in offsets]  # addresses count 16 bytes
 
     @plgpu.inline_mgpu(
         arg_types=(_WGMMA if in_registers else in_smem, in_smem),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, _WGMMA),
     )
     def product(ctx: Any, a: Any, b: Any) -> Any:
+        b_first, b_offsets = descriptor(b, shape[1])
         if in_registers:  # pairs of numbers, four to a step
             one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-            a_operands = [vector.extract(vector.bitcast(one, pair), [], [0]) for pair in a.registers.flat]
+            operands = [vector.extract(vector.bitcast(one, pair), [], [0]) for pair in a.registers.flat]
+            operands += [arith.addi(b_first, arith.constant(b_first.type, offset)) for offset in b_offsets]
+            operand_constraints = ["r"] * (4 * num_steps) + ["l"] * num_steps
         else:
-            a_operands = descriptors(a, shape[0])
-        operands = [*a_operands, *descriptors(b, shape[1])]
+            a_first, a_offsets = descriptor(a, shape[0])
+            operands, operand_constraints = [a_first, b_first], ["l", "l"]
         names = [f"${num_registers + i}" for i in range(len(operands))]
         acc = ", ".join(f"${i}" for i in range(num_registers))
         dtype = str(mma_utils.tiled_memref_shape(b)[1])
         ptx = "{ .reg .pred add; setp.ne.b32 add, 0, 0; wgmma.fence.sync.aligned; "
-        for step, b_name in enumerate(names[-num_steps:]):
-            a_name = f"{{{', '.join(names[4 * step : 4 * step + 4])}}}" if in_registers else names[step]
+        ptx += "" if in_registers else ".reg .b64 a, b; .reg .b32 low, high; "
+        for step in range(num_steps):
+            if in_registers:
+                a_name, b_name = f"{{{', '.join(names[4 * step : 4 * step + 4])}}}", names[4 * num_steps + step]
+            else:
+                a_name, b_name = "a", "b"
+                ptx += _move_behind("a", names[0], a_offsets[step]) + _move_behind("b", names[1], b_offsets[step])
             rest = "add, 1, 1, 0" if in_registers else "add, 1, 1, 0, 0"  # factors; whether a and b are transposed
             ptx += f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k{_STEP}.f32.{dtype}.{dtype} "
             ptx += f"{{{acc}}}, {a_name}, {b_name}, {rest}; setp.eq.b32 add, 0, 0; "
         ptx += "wgmma.commit_group.sync.aligned; }"
-        constraints = ["=&f"] * num_registers + ["r" if in_registers else "l"] * len(a_operands) + ["l"] * num_steps
+        constraints = ["=&f"] * num_registers + operand_constraints
         return _array(shape, _assemble(ptx, operands, constraints, num_registers))
 
     return product(a, b)
+
+
+def _move_behind(name: str, first: str, offset: int) -> str:
+    """Assembly for the descriptor of what lies `offset` behind the first.
+
+    LLVM would add before the loops what does not change in them, and q's descriptors would take 14 registers all along.
+    """
+    return f"mov.b64 {{low, high}}, {first}; add.u32 low, low, {offset}; mov.b64 {name}, {{low, high}}; "
 
 
 def multiply_if_needed(acc: jax.Array, factor: jax.Array) -> jax.Array:

@@ -4,8 +4,8 @@
     PYTHONPATH=. python scripts/compile_for_h200.py [--only NAME]
 
 For every model of pallas_kernels.arg_specs, the products of its layers up to 256 rows, and their norms and gates of
-many rows: no kernel spills registers (but for what KNOWN_SPILLS says), the compiler does not make products wait for
-each other, and the donated KV cache is the one that comes back.
+many rows: no kernel spills registers, the compiler does not make products wait for each other, and the donated KV
+cache is the one that comes back.
 For whole steps, decode of few rows and of many, and mixed: all of it is one command buffer (a CUDA graph), and a mixed
 one computes no product twice. Exits with 1 otherwise.
 """
@@ -56,9 +56,6 @@ dnn_version_info { major: 9 minor: 10 }
 runtime_version { major: 13 minor: 0 }
 device_description_str: "NVIDIA H200"
 """
-# Bytes a thread that prefill spills with heads of 256 and a window: accumulators take 128 of its registers. They are
-# addresses and the like, outside of the loops over key tiles. More than this would be news.
-KNOWN_SPILLS = {"gemma-2-2b mixed": 88, "gemma-3-1b fp8 mixed": 64}
 KERNEL = re.compile(r"Function properties for (\S+)")
 # What ptxas says when it makes each product of the tensor cores wait for the one before.
 SERIAL = re.compile(r"C7510|C7513")
@@ -244,7 +241,7 @@ def find_spills(output: str) -> list[str]:
         elif match := KERNEL.search(line):
             kernel = match[1]
         elif (match := SPILLS.search(line)) and kernel:
-            if int(match[1]) > KNOWN_SPILLS.get(model, 0):
+            if int(match[1]):
                 wrong.append(f"{model}: {kernel} spills {match[1]} bytes")
             kernel = ""
     return wrong
