@@ -80,8 +80,8 @@ class DeviceExecutor:
           meanwhile: see Executor.
 
         Raises:
-          ValueError: the model cannot be served, a request of max_model_len does not fit the pool, or JAX finds no device
-            of the configured kind.
+          ValueError: the model cannot be served, a request of max_model_len does not fit the pool, or JAX finds no
+            device of the configured kind.
         """
         try:
             return self._initialize(meanwhile)
