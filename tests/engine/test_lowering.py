@@ -117,7 +117,7 @@ print("jax.experimental.pallas.mosaic_gpu" in sys.modules, "jax.experimental.pal
     monkeypatch.setattr(executor_start, "LoweringProcesses", lambda environment, limit: processes)
     executor = executor_start.make_executor(EngineConfig(device="gpu", compile=CompileConfig(ahead=True)))
     assert not closed
-    with pytest.raises(RuntimeError, match="device='gpu' was asked for"):
+    with pytest.raises(ValueError, match="device='gpu' was asked for"):
         executor.initialize()
     assert closed == [True]
 
