@@ -286,7 +286,7 @@ def compile_ahead(
       lowering: lowers the steps; None: this process does.
 
     Returns:
-      The number of blocks that they are made for, and the most workspace of one, in bytes.
+      The number of blocks they are made for, and the most workspace of one in bytes; 0 if the compiler did not say.
     """
     start = time.perf_counter()
     num_blocks, workspace_bytes = sizer.guess(), 0
@@ -299,7 +299,7 @@ def compile_ahead(
                 progress.update()
                 # The most of all so far, of an earlier pool too: what has made it smaller keeps it so.
                 workspace_bytes = max(runner.workspace_bytes(key) or 0, workspace_bytes)
-                checked = sizer.checked(num_blocks, workspace_bytes or None)
+                checked = sizer.checked(num_blocks, workspace_bytes)
                 # Of all programs but the largest only those count that need even more than that one.
                 if checked < num_blocks or (checked > num_blocks and key == sizer.largest):
                     logger.info("The steps' workspace asks for %d blocks in the place of %d", checked, num_blocks)

@@ -45,14 +45,14 @@ class PoolSizer:
         """
         return self._num_blocks(self._guessed_workspace())
 
-    def checked(self, num_blocks: int, workspace_bytes: int | None) -> int:
+    def checked(self, num_blocks: int, workspace_bytes: int) -> int:
         """The guess where it stands up to what the compiler says, else a better number.
 
         Args:
           num_blocks: the guess.
-          workspace_bytes: of one step of the largest bucket; None if the compiler did not say.
+          workspace_bytes: the most of one step so far; 0 if the compiler did not say.
         """
-        if workspace_bytes is None or self._is_fixed:
+        if not workspace_bytes or self._is_fixed:
             return num_blocks
         exact = self._num_blocks(workspace_bytes)
         return num_blocks if (1 - _TOLERANCE) * exact <= num_blocks <= exact else exact

@@ -25,6 +25,7 @@ from pretended_device import PretendedStep, sleep_until
 import jaxvllm.core
 from jaxvllm import Engine, SamplingParams
 from jaxvllm.config import EngineConfig
+from jaxvllm.core import MAX_STEPS_IN_FLIGHT
 from jaxvllm.dispatcher import DispatchedStep, Dispatcher
 from scheduler.batch import BatchLimits
 from scheduler.buckets import powers_of_two
@@ -155,7 +156,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 256])
     parser.add_argument("--device-ms", type=float, nargs="+", default=[0.88, 5.0])
     parser.add_argument("--dispatch-ms", type=float, nargs="+", default=[0.58, 0.7])
-    parser.add_argument("--steps-in-flight", type=int, choices=(2, 3), default=2, help="at most")
+    parser.add_argument("--steps-in-flight", type=int, choices=(2, 3), default=MAX_STEPS_IN_FLIGHT, help="at most")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
