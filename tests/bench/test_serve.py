@@ -34,8 +34,9 @@ def test_times_of_the_server_are_found_again(capsys, tmp_path):
     assert figure(text, "Total generated tokens") == 6 * 5
     for name, expected_ms in (("TTFT", 200), ("TPOT", 50), ("ITL", 50), ("E2EL", 400)):
         for word in ("Mean", "Median", "P99"):
-            # A busy machine makes them longer, nothing makes them shorter.
-            assert 0.98 * expected_ms <= figure(text, f"{word} {name} (ms)") < expected_ms + 150
+            # A busy machine makes them longer; a gap is also shorter if the piece before it was late.
+            least = 0.5 if name in ("TPOT", "ITL") else 0.98
+            assert least * expected_ms <= figure(text, f"{word} {name} (ms)") < expected_ms + 150
     duration = figure(text, "Benchmark duration (s)")
     assert 0.39 <= duration < 0.9
     assert figure(text, "Request throughput (req/s)") == pytest.approx(6 / duration, rel=0.02)
@@ -60,8 +61,8 @@ def test_a_piece_of_several_tokens_counts_as_them(capsys):
         assert bench(server, *SMALL, "--num-prompts", "2", "--random-output-len", "9") == 0
     text = capsys.readouterr().out
     assert figure(text, "Total generated tokens") == 18
-    assert 78 <= figure(text, "Mean ITL (ms)") < 180  # between pieces
-    assert 19.5 <= figure(text, "Mean TPOT (ms)") < 45  # 2 gaps for 8 tokens
+    itl_ms, tpot_ms = figure(text, "Mean ITL (ms)"), figure(text, "Mean TPOT (ms)")
+    assert 40 <= itl_ms < 240 and tpot_ms == pytest.approx(itl_ms / 4, abs=0.01)  # 2 gaps between pieces for 8 tokens
 
 
 def test_without_usage_pieces_are_counted(capsys):

@@ -10,12 +10,14 @@ import pytest
 
 from jaxvllm.bucket_choice import choose_policy
 from jaxvllm.buckets.arrivals import scale_to_running, sped_up
+from jaxvllm.buckets.compare import Result, StepLog, Workload, estimate_policy
 from jaxvllm.buckets.measure import full_step
 from jaxvllm.cli import main
+from jaxvllm.config import EngineConfig, MemoryConfig
 from scheduler.batch import BatchLimits
-from scheduler.buckets import BucketKey, load_policy, powers_of_two
+from scheduler.buckets import BucketKey, load_policy, one_shape, powers_of_two
 from scheduler.config import CacheConfig, SchedulerConfig
-from scheduler.cost_model import load_cost_model, roofline
+from scheduler.cost_model import CostModel, load_cost_model, roofline
 from scheduler.plan import PlanLayout
 from scheduler.simulate import Simulation
 from scheduler.trace import synthetic_trace
@@ -70,8 +72,25 @@ def test_policies_without_time_to_run_are_estimated_from_the_steps_and_times_of_
     assert one["num_steps"] == ran["num_steps"] and set(one["steps"]) == {"mixed(T=8, R=2)"}
     assert one["token_waste"] > ran["token_waste"] and one["compile_s"] is None is one["workspace_bytes"]
     assert one["tokens_per_s"] * one["total_s"] == pytest.approx(ran["tokens_per_s"] * ran["total_s"])
-    cost = load_cost_model(tmp_path / "b.json")
-    assert min(one["step_ms"].values()) >= cost.step_ms(BucketKey("mixed", 8, 2), 0) > 0
+
+
+def test_an_estimate_takes_as_much_longer_than_its_buckets_as_the_run_did():
+    mixed, decode = BucketKey("mixed", 8, 2), BucketKey("decode", 2, 2)
+    cost = CostModel({mixed: 3.0, decode: 1.0}, ms_per_context_token=0.5)
+    # By cost 4 and 2 ms; measured at twice that.
+    log = StepLog(shapes=[], contexts=[2, 2], keys=[mixed, decode], ms=[9.0, 3.0])
+    run = Result("run", False, 2, None, None, 2, 0.0, 0.0, total_s=0.5, tokens_per_s=4.0, mean_step_ms=6.0,
+                 p99_inter_token_ms=0.0, mean_running=1.0)  # fmt: skip
+    config = EngineConfig(scheduler=SchedulerConfig(2, 8, 32), memory=MemoryConfig(num_blocks=9))
+    # One request: a step of its prompt of 3 tokens, one of its second token, which sees 4.
+    workload = Workload(prompts=[[1, 2, 3]], num_outputs=[2], arrivals=[0])
+    result = estimate_policy(config, 9, one_shape(2, 8), workload, cost, run, log)
+    assert result.is_estimated and result.steps == {"mixed(T=8, R=2)": 2}
+    steps = [2 * (3.0 + 0.5 * context) for context in (3, 4)]
+    assert result.step_ms == {"mixed(T=8, R=2)": pytest.approx(np.median(steps))}
+    assert result.mean_step_ms == pytest.approx(np.mean(steps))
+    assert result.total_s == pytest.approx(0.5 + (sum(steps) - 12.0) / 1e3)
+    assert result.p99_inter_token_ms == pytest.approx(max(steps))
 
 
 @pytest.mark.parametrize("command", ["compare", "measure"])

@@ -126,8 +126,9 @@ def test_times_add_up(served):
     prefill, decode = sums["request_prefill_time_seconds"], sums["request_decode_time_seconds"]
     assert sums["request_inference_time_seconds"] == pytest.approx(prefill + decode)
     assert sums["inter_token_latency_seconds"] == pytest.approx(decode)
-    assert 0 < sums["request_queue_time_seconds"] + prefill < sums["time_to_first_token_seconds"]
-    assert sums["time_to_first_token_seconds"] + decode < sums["e2e_request_latency_seconds"] + 0.01
+    queue, e2e = sums["request_queue_time_seconds"], sums["e2e_request_latency_seconds"]
+    # The core's times lie within the front end's.
+    assert 0 < queue + prefill < sums["time_to_first_token_seconds"] < e2e and queue + prefill + decode < e2e
     for output in outputs:
         times = output.metrics
         assert abs(times.arrival_time - time.time()) < 60
