@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import records
 import workloads
 
 from jaxvllm.attention_backend import choose_backend
@@ -324,7 +325,7 @@ def main() -> None:
             for mode in ("", "SKIP_TEMP"):
                 results[f"graph updates {mode}".strip()] = graph_updates(args, mode)
     if args.out:
-        args.out.write_text(json.dumps({"model": args.model, **results}, indent=1) + "\n")
+        records.write(args.out, {"model": args.model, **results})
 
 
 if __name__ == "__main__":

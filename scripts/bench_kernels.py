@@ -1,6 +1,6 @@
 """Check and time the Pallas attention kernels on one H200.
 
-    PYTHONPATH=. python scripts/bench_kernels.py --commit $(git rev-parse HEAD)
+    PYTHONPATH=. python scripts/bench_kernels.py
 
 Sections time, wall clock over many queued calls (kernel_measuring.py), and check each row against float64 as well;
 "check" sections run random ragged batches. Each section is a process (checks are several), so that a kernel that hangs
@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import kernel_shapes as shapes
+import records
 from kernel_checks import Check, CheckShape
 from kernel_decode_rows import decode_row, write_and_decode_row
 from kernel_measuring import Measurement, Row
@@ -291,13 +292,6 @@ def summarise(data: dict[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def gpu_and_driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    if shutil.which(command[0]) is None:
-        return "none"
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def run_all(args: argparse.Namespace) -> int:
     """Each section in processes of its own; this one never touches the device."""
     data: dict[str, Any] = {"sections": {}, "checks": [], "rows": []}
@@ -305,7 +299,7 @@ def run_all(args: argparse.Namespace) -> int:
         old = json.loads(args.out.read_text())
         # Rows of a file from before sections were kept apart are nobody's.
         data = old if "summary" in old else data
-    data |= {"jax": jax.__version__, "gpu": gpu_and_driver(), "config": asdict(H200)}
+    data |= records.provenance() | {"config": asdict(H200)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     usual = [name for name, section in SECTIONS.items() if not section.is_experiment]
     names = args.sections.split(",") if args.sections else usual
@@ -327,7 +321,7 @@ def run_all(args: argparse.Namespace) -> int:
         found = [child.rows() for child in children[name]]
         seconds = round(time.monotonic() - start, 1)
         print(f"== {name}: {', '.join(sorted(ends))}, {seconds} s", flush=True)
-        data["sections"][name] = {"commit": args.commit, "end": ", ".join(sorted(ends)), "seconds": seconds}
+        data["sections"][name] = {"commit": data["commit"], "end": ", ".join(sorted(ends)), "seconds": seconds}
         for kind in ("checks", "rows"):
             new = [{"section": name, **row} for rows in found for row in rows.get(kind, [])]
             data[kind] = [row for row in data[kind] if row["section"] != name] + new
@@ -342,7 +336,6 @@ def run_all(args: argparse.Namespace) -> int:
 def main() -> int:
     names = ", ".join(f"{name} ({section.expected_s} s)" for name, section in SECTIONS.items())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", default="unknown", help="what the results are of")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "h200" / "kernels.json")
     parser.add_argument("--sections", default="", help=f"comma separated, of {names}; all but cuts by default")
     parser.add_argument("--only", default="", help="time only rows whose name contains this")

@@ -1,9 +1,9 @@
 """Check and time the kernels of products against XLA on one H200: single products and whole layers without attention.
 
     timeout 150 env PYTHONPATH=. python scripts/bench_matmul.py --out matmul.json
-    timeout 580 env PYTHONPATH=. python scripts/bench_matmul.py --rows --out row_matmul.json
+    timeout 580 env PYTHONPATH=. python scripts/bench_matmul.py --rows 16 64 128 256 --out row_matmul.json
 
-The first line is about the kernels of 8 rows, the second one about those of 16 to 256.
+The first line is about the kernels of 8 rows, the second one about those of 16 to 256; a row takes some 4 s.
 
 Times are wall clock over many queued calls of one program that runs a chain of layers, each with weights of its own, so
 that nothing stays in the L2 cache; with the compiler options of the engine it is one CUDA graph, as a step is. Between
@@ -31,6 +31,7 @@ os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.9")
 import jax
 import jax.numpy as jnp
 import numpy as np
+import records
 
 from jaxvllm.compile_cache import compiler_options
 from pallas_kernels.arg_specs import LAYER_SHAPES, LayerShape
@@ -274,7 +275,7 @@ def run_rows(rows: list[Row], out: Path | None) -> None:
         results.append({**row.names, **result})
         print(json.dumps(results[-1]), flush=True)
         if out is not None:
-            out.write_text(json.dumps(results, indent=1) + "\n")
+            records.write(out, {"rows": results})
 
 
 PRODUCTS = ("qkv", "o", "gate_up", "down")
@@ -373,33 +374,36 @@ def plan_rows() -> list[Row]:
     return rows + layer_rows(middle, params_middle, ("2 kernels", "1 kernel"))
 
 
-def plan_row_kernels() -> list[Row]:
-    """Of 16 to 256 rows; those without waiting thread blocks before the others."""
-    small, large = ((MODELS[name], make_params(MODELS[name])) for name in ("qwen3-0.6b", "llama-3.1-8b"))
-    sizes = (64, 256, 16, 128)
+def plan_row_kernels(models: list[str], sizes: list[int]) -> list[Row]:
+    """Layers and single products of so many rows; those without waiting thread blocks before the others."""
+    made = [(MODELS[name], make_params(MODELS[name])) for name in models]
     rows = []
     for num_rows in sizes:
-        for model in (small, large):
+        for model in made:
             rows += layer_rows(*model, (*XLA, f"{ROW_KERNELS}, parts 1"), num_rows)
-        rows += product_rows(*small, ("qkv", "gate_up"), num_rows)
+            rows += product_rows(*model, ("qkv", "gate_up"), num_rows)
     for num_rows in sizes:
-        for model in (small, large):
+        for model in made:
             rows += layer_rows(*model, (ROW_KERNELS,), num_rows)
-        rows += product_rows(*small, ("o", "down"), num_rows)
+            rows += product_rows(*model, ("o", "down"), num_rows)
     others = tuple(f"{ROW_KERNELS}, {name}" for name in ROW_VARIANTS if name != "parts 1")
-    for num_rows in (64, 256):
-        rows += layer_rows(*small, others, num_rows)
+    for num_rows in sizes:
+        for model in made:
+            rows += layer_rows(*model, others, num_rows)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON of all rows")
-    parser.add_argument("--only", default="", help="rows whose variant contains this")
-    parser.add_argument("--rows", action="store_true", help="the kernels of 16 to 256 rows in the place of those of 8")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", help="time the kernels of so many rows in the place of those of 8"
+    )
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=["qwen3-0.6b"], help="with --rows")
+    parser.add_argument("--only", nargs="+", help='variants, such as "xla [in, out]" and "row kernels"')
     args = parser.parse_args()
-    planned = plan_row_kernels() if args.rows else plan_rows()
-    run_rows([row for row in planned if args.only in row.names["variant"]], args.out)
+    planned = plan_row_kernels(args.model, args.rows) if args.rows else plan_rows()
+    run_rows([row for row in planned if not args.only or row.names["variant"] in args.only], args.out)
 
 
 if __name__ == "__main__":

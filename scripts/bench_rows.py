@@ -25,6 +25,7 @@ os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.9")
 import jax
 import jax.numpy as jnp
 import numpy as np
+import records
 import workloads
 from kernel_measuring import Requests
 from kernel_trace import trace_kernels
@@ -173,7 +174,7 @@ def main() -> None:
         row, kv_cache = measure(step, variants, params, kv_cache)
         rows.append(row)
         print(json.dumps(row), flush=True)
-        args.out.write_text(json.dumps({"model": args.model, "rows": rows}, indent=1) + "\n")
+        records.write(args.out, {"model": args.model, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -14,16 +14,15 @@ kind adds to a greedy step.
 
 import argparse
 import json
-import platform
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import records
 import workloads
 from kernel_trace import Kernel, added_kernels, trace_kernels
 
@@ -245,9 +244,6 @@ def measure(args: argparse.Namespace) -> dict:
     print("buckets:", json.dumps(buckets), flush=True)
     engine.shutdown()
     return {
-        "commit": args.commit,
-        "versions": {p: version(p) for p in ("jax", "jaxlib", "flax")} | {"python": platform.python_version()},
-        "device": args.device_name,
         "options": {"model": args.model, "requests": args.requests, "context": args.context, "steps": args.steps},
         "startup_s": startup_s,
         "checks": checks,
@@ -265,8 +261,6 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, help="prompt tokens of each request")
     parser.add_argument("--steps", type=int, default=96, help="tokens each request gives")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="default: all")
-    parser.add_argument("--commit", default="unknown", help="recorded with the results")
-    parser.add_argument("--device-name", default="one NVIDIA H200")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--trace", action="store_true", help="also say which kernels each kind adds")
     args = parser.parse_args()
@@ -274,8 +268,7 @@ def main() -> None:
     if args.trace:
         result["added_kernels"] = trace(args)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        records.write(args.out, result)
     if not all(result["checks"].values()):
         raise SystemExit("a check failed")
 

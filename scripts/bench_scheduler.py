@@ -7,13 +7,14 @@ quiet. Compare only figures of one quiet machine.
 """
 
 import argparse
-import json
 import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import records
 
 from scheduler.batch import BatchLimits
 from scheduler.buckets import powers_of_two
@@ -170,9 +171,7 @@ def main() -> None:
         print(f"{row['clock']:>4}{row['add_us']:>9.1f}{row['admit_us']:>10.1f}{row['plan_us']:>8.1f}")
     print(f"a waiting request of 2,000 tokens holds {waiting_bytes(500, 2000) / 1024:.1f} KiB")
     if args.json:
-        args.json.write_text(
-            json.dumps({"decode": [asdict(cost) for cost in costs], "admission": admissions}, indent=1)
-        )
+        records.write(args.json, {"decode": [asdict(cost) for cost in costs], "admission": admissions})
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import records
 import workloads
 from llguidance import LLMatcher
 from pretended_device import PretendedStep
@@ -372,7 +373,7 @@ def main() -> None:
         row["slowdown"] = row["ms_per_token"] / without["ms_per_token"] - 1
         print(json.dumps({name: round(value, 4) for name, value in row.items() if isinstance(value, float | int)}))
     if args.out:
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        records.write(args.out, {"num_tokens": args.num_tokens, "results": results})
 
 
 if __name__ == "__main__":

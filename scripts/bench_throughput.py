@@ -9,14 +9,13 @@ backend and with the XLA reference, and the logits are compared.
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
+import records
 import workloads
 
 from jaxvllm import Engine, SamplingParams
@@ -116,9 +115,6 @@ def run(args: argparse.Namespace) -> None:
     startup = time.perf_counter() - start
     print(f"engine ready after {startup:.1f} s", flush=True)
     record = {
-        "commit": args.commit,
-        "versions": {p: version(p) for p in ("jax", "jaxlib", "flax")} | {"python": platform.python_version()},
-        "gpu": args.gpu,
         "options": {"temperature": args.temperature, "gpu_memory_utilization": args.gpu_memory_utilization},
         "startup_s": startup,
         "check": check,
@@ -131,7 +127,7 @@ def run(args: argparse.Namespace) -> None:
             flush=True,
         )
         if args.out:
-            keep_row(args.out, record, {"commit": args.commit, **asdict(row)})
+            keep_row(args.out, record, asdict(row))
     metrics = {metric.name: metric.value for metric in engine.get_metrics() if isinstance(metric, Counter | Gauge)}
     print("metrics:", json.dumps(metrics), flush=True)
     engine.shutdown()
@@ -140,10 +136,9 @@ def run(args: argparse.Namespace) -> None:
 def keep_row(path: Path, record: dict, row: dict) -> None:
     """Write a row beside those of other workloads, which may be of other commits; the rest is of this run."""
     kept = json.loads(path.read_text())["results"] if path.exists() else []
+    row = {"commit": records.provenance()["commit"], **row}
     rows = {kept_row["kind"]: kept_row for kept_row in kept} | {row["kind"]: row}
-    results = [rows[kind] for kind in workloads.KINDS if kind in rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**record, "results": results}, indent=1) + "\n")
+    records.write(path, record | {"results": [rows[kind] for kind in workloads.KINDS if kind in rows]})
 
 
 def main() -> None:
@@ -154,8 +149,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="timed runs after one untimed run; the best counts")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
-    parser.add_argument("--gpu", default="one NVIDIA H200")
-    parser.add_argument("--commit", default="unknown", help="recorded with the results")
     parser.add_argument("--out", type=Path, help="JSON file to write; rows of other workloads in it stay")
     run(parser.parse_args())
 

@@ -9,8 +9,10 @@ tiny Llama. Requests arrive by step number, so every policy schedules the same s
 """
 
 import argparse
+import json
 import sys
 
+import records
 import workloads
 
 from jaxvllm.buckets.cli import add_parser
@@ -29,4 +31,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers(required=True))
     args = parser.parse_args(arguments(sys.argv[1:]))
-    sys.exit(args.run(args))
+    code = args.run(args)
+    if getattr(args, "json", None):
+        records.write(args.json, json.loads(args.json.read_text()))
+    sys.exit(code)

@@ -11,7 +11,6 @@ the step. Each number of requests has its context.
 """
 
 import argparse
-import json
 import logging
 import sys
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import records
 import workloads
 from kernel_trace import Kernel, trace_kernels
 
@@ -253,7 +253,7 @@ def main() -> None:
         results.append(profile(Loop(args.model, num_requests, context, args.prefill_tokens, sampling), args))
         results[-1] = {"model": args.model, "requests": num_requests, "context": context} | results[-1]
     if args.out:
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        records.write(args.out, {"results": results})
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import json
 import sys
 from pathlib import Path
 
+import records
+
 from jaxvllm import Engine, SamplingParams
 
 PROMPTS = (
@@ -37,11 +39,11 @@ def main() -> int:
         for (prompt, _), output in zip(PROMPTS, outputs, strict=True)
     ]
     if args.reference:
-        for answer, expected in zip(answers, json.loads(args.reference.read_text()), strict=True):
+        for answer, expected in zip(answers, json.loads(args.reference.read_text())["answers"], strict=True):
             answer["equal_to_reference"] = answer["token_ids"] == expected["token_ids"]
     print(json.dumps(answers, indent=1))
     if args.out:
-        args.out.write_text(json.dumps(answers, indent=1) + "\n")
+        records.write(args.out, {"model": args.model, "answers": answers})
     return 0 if all(answer.get("equal_to_reference", True) for answer in answers) else 1
 
 
