@@ -1,4 +1,4 @@
-"""What a measurement is of: every JSON of the scripts begins with it."""
+"""What a measurement is of: every JSON of the scripts says it."""
 
 import json
 import os
