@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import msgspec
 
 from jaxvllm.config import DEFAULT_STEP_TIMEOUT_S
-from jaxvllm.core_messages import CoreMetrics, UtilityResult
+from jaxvllm.core_messages import CoreMetrics, UtilityMethod, UtilityResult
 from jaxvllm.core_reader import Inbox, Message, read_core, split_outputs
 from jaxvllm.engine_args import EngineArgs
 from jaxvllm.errors import EngineDeadError
@@ -45,17 +45,20 @@ class AsyncEngine:
     Args:
       args: of the engine.
       step_timeout_s: a core with requests that answers nothing for so long is taken for dead.
+      give_up: set by another thread, ends the wait for the core's start, and later the core: EngineDeadError.
 
     Raises: as LLMEngine.from_engine_args; NotImplementedError for multiprocess=False.
     """
 
-    def __init__(self, args: EngineArgs, *, step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S) -> None:
+    def __init__(
+        self, args: EngineArgs, *, step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S, give_up: Event | None = None
+    ) -> None:
         if not args.use_multiprocess:
             raise NotImplementedError(
                 "AsyncEngine needs the core in a process of its own: leave out multiprocess=False "
                 "(and JAXVLLM_MULTIPROCESS=0)."
             )
-        self._engine = LLMEngine.from_engine_args(args, is_server=True)
+        self._engine = LLMEngine.from_engine_args(args, is_server=True, give_up=give_up)
         assert isinstance(self._engine.client, MPClient)
         self._client = self._engine.client
         self._step_timeout_s = step_timeout_s
@@ -328,7 +331,7 @@ class AsyncEngine:
         for death in filter(_is_waited_for, self._deaths):
             death.set_result(error)
 
-    async def _call(self, method: str) -> Any:
+    async def _call(self, method: UtilityMethod) -> Any:
         self._check_alive()
         self._use_loop()
         call_id = self._client.start_call(method)

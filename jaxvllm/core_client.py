@@ -1,12 +1,14 @@
 """How the front end reaches the engine core: in this process, or in a child process over ZeroMQ."""
 
 import weakref
+from threading import Event
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core_messages import CoreMetrics, EngineCoreInfo, EngineCoreRequest
 from jaxvllm.errors import EngineDeadError
 from jaxvllm.interrupt import DeferredInterrupt
+from jaxvllm.owner import Owner
 from scheduler.outputs import EngineCoreOutputs
 
 if TYPE_CHECKING:
@@ -45,13 +47,17 @@ class CoreClient(Protocol):
         ...
 
 
-def make_client(config: EngineConfig, multiprocess: bool) -> CoreClient:
-    """Start a core: its process loads the model while the caller goes on (see wait_until_ready)."""
+def make_client(config: EngineConfig, multiprocess: bool, give_up: Event | None = None) -> CoreClient:
+    """Start a core: its process loads the model while the caller goes on (see wait_until_ready).
+
+    Args:
+      give_up: of a core process, see MPClient.
+    """
     if not multiprocess:
         return InprocClient(config)
     from jaxvllm.mp_client import MPClient  # late: msgspec and pyzmq may be missing
 
-    return MPClient(config)
+    return MPClient(config, give_up)
 
 
 class InprocClient:
@@ -62,6 +68,7 @@ class InprocClient:
         self._core: EngineCore | None = None
         self._stop: weakref.finalize | None = None
         self._failure: Exception | None = None
+        self._owner = Owner()
 
     def wait_until_ready(self) -> EngineCoreInfo:
         """See CoreClient."""
@@ -69,7 +76,7 @@ class InprocClient:
             from jaxvllm.core import EngineCore, make_executor  # a front end with a core process never imports the core
 
             self._core = EngineCore(self._config, make_executor(self._config))
-        self._stop = weakref.finalize(self, self._core.shutdown)  # also at the interpreter's end
+        self._stop = weakref.finalize(self, _stop_core, self._core, self._owner)  # also at the interpreter's end
         return self._core.info
 
     def add_requests(self, requests: list[EngineCoreRequest]) -> None:
@@ -109,8 +116,14 @@ class InprocClient:
             self._stop()
 
     def _alive(self) -> Any:
+        self._owner.check()
         if self._failure is not None:
             raise EngineDeadError(f"the engine core died: {self._failure}") from self._failure
         if self._core is None:
             raise EngineDeadError("the engine has been shut down.")
         return self._core
+
+
+def _stop_core(core: "EngineCore", owner: Owner) -> None:
+    if owner.is_here():
+        core.shutdown()

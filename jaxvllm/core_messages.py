@@ -2,7 +2,7 @@
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.distribution import Distribution
@@ -17,6 +17,9 @@ SHUTDOWN = b"S"  # nothing
 READY = b"R"  # EngineCoreInfo
 OUTPUTS = b"O"  # scheduler.outputs.EngineCoreOutputs
 DEAD = b"D"  # CoreFailure
+
+
+UtilityMethod = Literal["reset_prefix_cache", "metrics"]
 
 
 @dataclass(slots=True)
@@ -73,10 +76,10 @@ class CoreMetrics:
 
 @dataclass(slots=True)
 class UtilityCall:
-    """A call outside the flow of requests: reset_prefix_cache, metrics."""
+    """A call outside the flow of requests."""
 
     call_id: int
-    method: str
+    method: UtilityMethod
 
 
 @dataclass(slots=True)

@@ -38,9 +38,11 @@ class CoreLoop:
         self._outbox = outbox
         self._is_running = True
         self._encoder = msgspec.msgpack.Encoder()
-        self._add_decoder = msgspec.msgpack.Decoder(list[EngineCoreRequest], dec_hook=messages.decode_array)
-        self._abort_decoder = msgspec.msgpack.Decoder(list[str])
-        self._utility_decoder = msgspec.msgpack.Decoder(UtilityCall)
+        self._decoders = {
+            messages.ADD: msgspec.msgpack.Decoder(list[EngineCoreRequest], dec_hook=messages.decode_array),
+            messages.ABORT: msgspec.msgpack.Decoder(list[str]),
+            messages.UTILITY: msgspec.msgpack.Decoder(UtilityCall),
+        }
 
     def run(self) -> None:
         """Serve until the front end says shutdown."""
@@ -62,21 +64,29 @@ class CoreLoop:
         # Asking first costs a fourth of recv(NOBLOCK), which raises when there is nothing: the usual case.
         while self._is_running and int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN:
             message = self._inbox.recv()
-            self._handle(message[:1], memoryview(message)[1:])
+            if message == messages.SHUTDOWN:
+                self._is_running = False
+            else:
+                self._handle(message[:1], memoryview(message)[1:])
 
     def _handle(self, kind: bytes, body: memoryview) -> None:
+        """Do what a message says.
+
+        Raises: ValueError for one that cannot be read, which ends the core: somebody waits for an answer that nobody
+          can give, and two sides that do not understand each other are no engine.
+        """
+        try:
+            content: Any = self._decoders[kind].decode(body)
+        except (msgspec.MsgspecError, KeyError, UnicodeError) as error:
+            raise ValueError(f"a message of the front end, of kind {kind!r}, cannot be read: {error!r}") from error
         if kind == messages.ADD:
-            for request in self._add_decoder.decode(body):
+            for request in content:
                 self._core.add_request(request)
         elif kind == messages.ABORT:
-            self._core.abort_requests(self._abort_decoder.decode(body))
-        elif kind == messages.UTILITY:
-            call = self._utility_decoder.decode(body)
-            methods = {"reset_prefix_cache": self._core.reset_prefix_cache, "metrics": self._core.metrics}
-            self.send(messages.UTILITY, UtilityResult(call.call_id, methods[call.method]()))
+            self._core.abort_requests(content)
         else:
-            assert kind == messages.SHUTDOWN, kind
-            self._is_running = False
+            methods = {"reset_prefix_cache": self._core.reset_prefix_cache, "metrics": self._core.metrics}
+            self.send(messages.UTILITY, UtilityResult(content.call_id, methods[content.method]()))
 
 
 def main() -> None:
@@ -120,7 +130,7 @@ def _serve(start: CoreStart, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
         loop.run()
         core.shutdown()
     except BaseException as error:
-        failure = CoreFailure(type(error).__name__, str(error), traceback.format_exc())
+        failure = CoreFailure(type(error).__name__, _encodable(str(error)), _encodable(traceback.format_exc()))
         outbox.send(messages.DEAD + msgspec.msgpack.encode(failure))
         return 1
     return 0
@@ -128,6 +138,11 @@ def _serve(start: CoreStart, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
 
 def _says_something(outputs: EngineCoreOutputs) -> bool:
     return bool(outputs.request_ids or outputs.finished or outputs.prompt_logprobs)
+
+
+def _encodable(text: str) -> str:
+    """Text without what UTF-8 does not know, such as bytes of a file's name that are none."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _read_line() -> bytes:

@@ -16,6 +16,7 @@ from jaxvllm.input_processor import ProcessedRequest, Prompt, naming_prompt
 from jaxvllm.llm_engine import LLMEngine
 from jaxvllm.metrics import Metric
 from jaxvllm.outputs import RequestOutput
+from jaxvllm.owner import Owner
 from jaxvllm.progress import Progress
 from scheduler.field_checks import as_list
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
@@ -46,7 +47,7 @@ class Engine:
         self.llm_engine = LLMEngine.from_engine_args(args)
         self._counter = itertools.count()
         self._lock = threading.RLock()  # not Lock: a progress bar of the caller's may ask for metrics
-        self._owner_pid = os.getpid()
+        self._owner = Owner()
 
     def generate(
         self,
@@ -185,7 +186,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """End the core and free the device, after a call that runs in another thread; may be called again."""
-        if os.getpid() == self._owner_pid:
+        if self._owner.is_here():
             with self._lock:
                 self.llm_engine.shutdown()
 
@@ -203,11 +204,7 @@ class Engine:
 
         Raises: RuntimeError in a fork, where the core would hear two processes at once.
         """
-        if os.getpid() != self._owner_pid:
-            raise RuntimeError(
-                f"the engine belongs to process {self._owner_pid}, of which this is a fork: make an engine of its own "
-                "here, or make the engine after the fork."
-            )
+        self._owner.check()
         with self._lock:
             yield
 

@@ -61,8 +61,20 @@ class KVCacheSpec:
         return (self.num_layers, num_blocks, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     def allocate(self, num_blocks: int, sharding: Sharding | None = None) -> jax.Array:
-        """A pool of zeros, there when this returns: that it does not fit must not end somebody's step."""
-        return jnp.zeros(self.shape(num_blocks), self.dtype, device=sharding).block_until_ready()
+        """A pool of zeros, there when this returns: that it does not fit must not end somebody's step.
+
+        Raises: ValueError if the device has no room for it: of a size that the caller has chosen, nobody knew before.
+        """
+        try:
+            return jnp.zeros(self.shape(num_blocks), self.dtype, device=sharding).block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise ValueError(
+                f"the device has no room for a KV cache of {(num_blocks - 1) * self.block_size:,} tokens "
+                f"({num_blocks * self.block_bytes / GIB:.2f} GiB): lower what chose its size (kv_cache_memory_bytes, "
+                f"num_gpu_blocks_override, gpu_memory_utilization). {error}"
+            ) from error
 
 
 def num_blocks_that_fit(spec: KVCacheSpec, limits: BatchLimits, free_bytes: int, workspace_bytes: int = 0) -> int:

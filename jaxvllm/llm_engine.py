@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from jaxvllm.config import EngineConfig
@@ -50,11 +51,14 @@ class LLMEngine:
         self._stats_log = StatsLog(self._stats) if log_stats else None
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, *, is_server: bool = False) -> "LLMEngine":
+    def from_engine_args(
+        cls, args: EngineArgs, *, is_server: bool = False, give_up: Event | None = None
+    ) -> "LLMEngine":
         """Find the model, start the core, read the tokenizer meanwhile.
 
         Args:
           is_server: where the caller leaves limits open, take vLLM's for a server, not those for batches.
+          give_up: set by another thread, ends the wait for a core process with EngineDeadError.
 
         Raises: ValueError for a model, an argument or a tokenizer that cannot be served; OSError if the hub cannot be
           reached.
@@ -64,7 +68,7 @@ class LLMEngine:
         config = args.create_engine_config(source.config.max_position_embeddings, is_server=is_server)
         local = dataclasses.replace(config.model, model=str(source.path))
         config = dataclasses.replace(config, model=local)
-        client = make_client(config, args.use_multiprocess)
+        client = make_client(config, args.use_multiprocess, give_up)
         try:
             tokenizer = None
             if not args.skip_tokenizer_init:

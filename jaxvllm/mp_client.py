@@ -11,6 +11,7 @@ import tempfile
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 from jaxvllm import core_messages as messages
@@ -23,9 +24,11 @@ from jaxvllm.core_messages import (
     EngineCoreInfo,
     EngineCoreRequest,
     UtilityCall,
+    UtilityMethod,
     UtilityResult,
 )
 from jaxvllm.errors import EngineDeadError
+from jaxvllm.owner import Owner
 from scheduler.outputs import EngineCoreOutputs
 
 try:
@@ -46,11 +49,21 @@ class MPClient:
     """The core in a child process (`python -m jaxvllm.core`).
 
     For one thread at a time; or for two of which one receives() and the other does everything else.
+
+    Args:
+      give_up: once it is set, wait_until_ready() raises EngineDeadError instead of waiting on.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, give_up: Event | None = None) -> None:
+        self._give_up = give_up or Event()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=messages.encode_array)
-        self._outputs_decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
+        types = {
+            messages.READY: EngineCoreInfo,
+            messages.OUTPUTS: EngineCoreOutputs,
+            messages.UTILITY: UtilityResult,
+            messages.DEAD: CoreFailure,
+        }
+        self._decoders = {kind: msgspec.msgpack.Decoder(of) for kind, of in types.items()}
         self._pending: deque[EngineCoreOutputs] = deque()
         self._dead: str | None = None
         self._has_receiver = False
@@ -82,12 +95,13 @@ class MPClient:
     def wait_until_ready(self) -> EngineCoreInfo:
         """See CoreClient."""
         try:
-            _, body = self._receive()
+            info = self._receive()
         except EngineDeadError as error:
             raise (error.__cause__ or error) from None
+        assert isinstance(info, EngineCoreInfo), info
         self._progress.is_ready = True
         shutil.rmtree(self._folder, ignore_errors=True)  # both ends are connected: the sockets need no name any more
-        return msgspec.msgpack.decode(body, type=EngineCoreInfo)
+        return info
 
     @property
     def pid(self) -> int:
@@ -105,9 +119,9 @@ class MPClient:
     def get_outputs(self) -> EngineCoreOutputs:
         """See CoreClient."""
         while not self._pending:
-            kind, body = self._receive()
-            if kind == messages.OUTPUTS:
-                return self._outputs_decoder.decode(body)
+            message = self._receive()
+            if isinstance(message, EngineCoreOutputs):
+                return message
         return self._pending.popleft()
 
     def reset_prefix_cache(self) -> bool:
@@ -124,12 +138,11 @@ class MPClient:
         For a thread of its own: from the first call on it alone hears of the core.
         """
         self._has_receiver = True
-        kind, body = self._receive()
-        if kind == messages.OUTPUTS:
-            return self._outputs_decoder.decode(body)
-        return msgspec.msgpack.decode(body, type=UtilityResult)
+        message = self._receive()
+        assert not isinstance(message, EngineCoreInfo), "which wait_until_ready has taken"
+        return message
 
-    def start_call(self, method: str) -> int:
+    def start_call(self, method: UtilityMethod) -> int:
         """Ask the core, without waiting. Returns the call_id of the UtilityResult that receive() will bring."""
         self._num_calls += 1
         self._send(messages.UTILITY, UtilityCall(self._num_calls, method))
@@ -144,16 +157,17 @@ class MPClient:
         self._dead = self._dead or SHUT_DOWN
         self._stop()
 
-    def _call(self, method: str) -> Any:
+    def _call(self, method: UtilityMethod) -> Any:
         call_id = self.start_call(method)
         while True:
-            kind, body = self._receive()
-            if kind == messages.OUTPUTS:
-                self._pending.append(self._outputs_decoder.decode(body))
-            elif (result := msgspec.msgpack.decode(body, type=UtilityResult)).call_id == call_id:
-                return result.value
+            message = self._receive()
+            if isinstance(message, EngineCoreOutputs):
+                self._pending.append(message)
+            elif isinstance(message, UtilityResult) and message.call_id == call_id:
+                return message.value
 
     def _send(self, kind: bytes, body: Any) -> None:
+        self._progress.owner.check()
         message = kind + self._encoder.encode(body)
         while self._dead is None:
             if self._process.poll() is not None:
@@ -174,8 +188,21 @@ class MPClient:
         except BrokenPipeError:
             pass  # it died already; the wait for READY says so
 
-    def _receive(self) -> tuple[bytes, memoryview]:
+    def _receive(self) -> EngineCoreInfo | EngineCoreOutputs | UtilityResult:
         """The next message; raises EngineDeadError as soon as the core is known to be dead."""
+        data = self._receive_bytes()
+        try:
+            message = self._decoders[data[:1]].decode(memoryview(data)[1:])
+        except (msgspec.MsgspecError, KeyError, UnicodeError) as error:  # what it was about is lost
+            self._dead = f"the engine core sent a message that cannot be read: {error!r}."
+            raise EngineDeadError(self._dead) from None
+        if isinstance(message, CoreFailure):
+            self._dead = _describe(message)
+            raise EngineDeadError(self._dead) from _remote_error(message)
+        return message
+
+    def _receive_bytes(self) -> bytes:
+        self._progress.owner.check()
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         message, is_gone = None, False
@@ -183,25 +210,22 @@ class MPClient:
             try:
                 message = self._outputs.recv()
             except zmq.Again:
-                if self._dead is not None:  # stop_receiving()
+                if self._give_up.is_set():
+                    self.stop_receiving()
+                if self._dead is not None:
                     raise EngineDeadError(self._dead) from None
                 if is_gone:  # and what it sent before its end has been read
                     self._dead = _describe_exit(self._process)
                     raise EngineDeadError(self._dead) from None
                 is_gone = self._process.poll() is not None
-        kind, body = message[:1], memoryview(message)[1:]
-        if kind == messages.DEAD:
-            failure = msgspec.msgpack.decode(body, type=CoreFailure)
-            self._dead = _describe(failure)
-            raise EngineDeadError(self._dead) from _remote_error(failure)
-        return kind, body
+        return message
 
     def _read_last_words(self) -> None:
         try:
             while True:
-                kind, body = self._receive()
-                if kind == messages.OUTPUTS:
-                    self._pending.append(self._outputs_decoder.decode(body))
+                message = self._receive()
+                if isinstance(message, EngineCoreOutputs):
+                    self._pending.append(message)
         except EngineDeadError:
             return
 
@@ -221,7 +245,7 @@ def _start_process(config: EngineConfig) -> subprocess.Popen:
 class _Progress:
     """How far a core has come, and in which process its owner lives."""
 
-    owner_pid: int = field(default_factory=os.getpid)
+    owner: Owner = field(default_factory=Owner)
     is_ready: bool = False
 
 
@@ -229,7 +253,7 @@ def _stop_core(
     process: subprocess.Popen, progress: _Progress, requests: Any, outputs: Any, context: Any, folder: str
 ) -> None:
     """End the core's process, kindly if it serves, and free the sockets. In a fork of the owner: nothing."""
-    if os.getpid() != progress.owner_pid:
+    if not progress.owner.is_here():
         return
     if process.poll() is None and progress.is_ready:
         with contextlib.suppress(zmq.Again):  # it is ending by itself, and has closed its inbox
@@ -240,7 +264,8 @@ def _stop_core(
         process.kill()
         process.wait()
     if process.stdin is not None:
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it ended before it had read all that was to say
+            process.stdin.close()
     requests.close(linger=0)
     outputs.close(linger=0)
     context.term()
@@ -255,8 +280,9 @@ def _remote_error(failure: CoreFailure) -> Exception:
     """The core's exception again, of the same built-in class where there is one; the traceback is a note on it."""
     kind = getattr(builtins, failure.kind, None)
     error = RuntimeError(f"{failure.kind}: {failure.message}")
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
-        error = kind(failure.message)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with contextlib.suppress(TypeError):  # some take more than a message
+            error = kind(failure.message)
     error.add_note(f"In the engine core's process:\n{failure.traceback}")
     return error
 

@@ -66,16 +66,22 @@ class ProgramStore:
 
     def load(self, digest: str, devices: list[jax.Device]) -> StoredProgram | None:  # pyright: ignore[reportInvalidTypeForm]
         """The program of a fingerprint, ready to run on `devices`; None if there is none that can be used."""
-        path = self._folder / (digest + SUFFIX)
-        if not self._is_usable or not path.exists():
+        if not self._is_usable:
             return None
+        path = self._folder / (digest + SUFFIX)
         try:
             workspace_bytes, payload = _read(path)
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # of another origin, or a folder that cannot be searched
+            logger.warning("Ignored %s: %s: %s", path, type(error).__name__, error)
+            return None
+        try:
             arguments = pickle.loads(payload)
             program = serialize_executable.deserialize_and_load(
                 *arguments, backend=devices[0].client, execution_devices=devices
             )
-        except Exception as error:  # whatever a file of another origin or a broken disk leads to
+        except Exception as error:  # whatever a file of another version or a broken disk leads to
             logger.warning("Ignored %s: %s: %s", path, type(error).__name__, error)
             return None
         _touch(path)

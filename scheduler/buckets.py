@@ -91,6 +91,8 @@ class BucketPolicy:
         for sizes in (self.decode_sizes, self.mixed_sizes):
             if list(sizes) != sorted(set(sizes)):
                 raise ValueError(f"bucket sizes {list(sizes)} must be ascending and different.")
+        if not all(isinstance(size, int) and size >= 1 for size in self.decode_sizes):
+            raise ValueError(f"decode sizes {list(self.decode_sizes)} must be integers of at least 1.")
         largest = self.mixed_sizes[-1] if self.mixed_sizes else None
         if largest is None or largest[0] < self.max_num_batched_tokens:
             raise ValueError(
@@ -101,7 +103,7 @@ class BucketPolicy:
         if largest[1] < num_rows:
             raise ValueError(f"the largest mixed bucket {largest} must have {num_rows} rows, for max_num_seqs.")
         for T, R in self.mixed_sizes:
-            if not 1 <= R <= T:
+            if not (isinstance(T, int) and isinstance(R, int) and 1 <= R <= T):
                 raise ValueError(f"mixed bucket (T={T}, R={R}) must have 1 to T rows.")
 
     def select(self, kind: StepKind, num_tokens: int, num_reqs: int) -> BucketKey:

@@ -5,6 +5,7 @@ a step is its bucket's own time plus a time for each context token, the same for
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -115,12 +116,18 @@ def load_cost_model(path: str | Path) -> CostModel:
     """
     try:
         measured: dict[str, Any] = json.loads(Path(path).read_text())
-        return fit(
-            StepSample(BucketKey(row["kind"], row["T"], row["R"]), row["context_tokens"], row["ms"])
-            for row in measured["samples"]
-        )
+        return fit(map(_read_sample, measured["samples"]))
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no step times: {error!r}") from error
+
+
+def _read_sample(row: dict[str, Any]) -> StepSample:
+    sample = StepSample(BucketKey(row["kind"], row["T"], row["R"]), row["context_tokens"], row["ms"])
+    sizes = (sample.key.T, sample.key.R)
+    is_bucket = sample.key.kind in ("decode", "mixed") and all(isinstance(n, int) and n >= 1 for n in sizes)
+    if not is_bucket or not 0 <= sample.context_tokens < math.inf or not 0 < sample.ms < math.inf:
+        raise ValueError(f"{row} is no step of a bucket with a time above 0")
+    return sample
 
 
 def roofline(

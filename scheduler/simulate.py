@@ -4,6 +4,7 @@ The clock is the device's: it runs dispatched steps one after the other, and the
 With async scheduling the next step is scheduled while one runs, as in the engine.
 """
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -151,7 +152,11 @@ class Simulation:
           policy: chooses the bucket of each step; must cover the limits of `config`.
           cost_model: gives the time of a step.
           host_ms: time of the host a step, before it can be dispatched; hidden by the device with async scheduling.
+
+        Raises: ValueError if host_ms is below 0, or not finite.
         """
+        if not 0 <= host_ms < math.inf:
+            raise ValueError(f"{host_ms=} must be at least 0, and finite.")
         self.scheduler = make_scheduler(config, cache_config, policy)
         self._trace = trace
         self._policy = policy

@@ -6,6 +6,7 @@ ms, input_length, output_length, hash_ids: one id for each 512-token block of th
 
 import csv
 import json
+import math
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -54,15 +55,18 @@ def load_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
     if path.suffix not in readers:
         raise ValueError(f"{path} is neither .csv (Azure columns) nor .jsonl (Mooncake fields).")
     requests: list[TraceRequest] = []
-    with path.open(newline="") as lines:
-        rows = csv.DictReader(lines) if path.suffix == ".csv" else lines
-        for number, row in enumerate(rows, start=1):
-            if len(requests) == limit:
-                break
-            try:
-                requests.append(readers[path.suffix](row))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, request {number}: {row!r} cannot be read: {error!r}") from error
+    try:
+        with path.open(newline="") as lines:
+            rows = csv.DictReader(lines) if path.suffix == ".csv" else lines
+            for number, row in enumerate(rows, start=1):
+                if len(requests) == limit:
+                    break
+                try:
+                    requests.append(readers[path.suffix](row))
+                except (KeyError, TypeError, ValueError, OverflowError) as error:
+                    raise ValueError(f"{path}, request {number}: {row!r} cannot be read: {error!r}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is no text: {error}.") from error
     start = min((request.arrival_s for request in requests), default=0.0)
     return sorted((_shifted(request, start) for request in requests), key=lambda request: request.arrival_s)
 
@@ -89,6 +93,10 @@ def _read_mooncake(line: str) -> TraceRequest:
     num_prompt, hash_ids = max(int(row["input_length"]), 1), tuple(row["hash_ids"])
     if len(hash_ids) * HASH_BLOCK_TOKENS < num_prompt:
         raise ValueError(f"{len(hash_ids)} hash_ids of {HASH_BLOCK_TOKENS} tokens do not cover input_length")
+    if not all(isinstance(hash_id, int) and hash_id >= 0 for hash_id in hash_ids):
+        raise ValueError("hash_ids must be integers of at least 0")
+    if not math.isfinite(row["timestamp"]):
+        raise ValueError("timestamp must be finite")
     return TraceRequest(row["timestamp"] / 1000, num_prompt, max(int(row["output_length"]), 1), hash_ids)
 
 

@@ -6,6 +6,7 @@ saves the most is added until the budget is spent; then single buckets are excha
 Arrays here: D demands (sizes of steps), C candidates (buckets that might be chosen).
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ class TuningOptions:
     padding_price: float = 2.0
     prior_share: float = 0.03
 
+    def __post_init__(self) -> None:
+        for name in ("padding_price", "prior_share"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0, and finite.")
+
 
 def tune(
     steps: Mapping[StepShape, int],
@@ -64,7 +70,7 @@ def tune(
     if options.max_programs < 2:
         raise ValueError(f"max_programs={options.max_programs} must be at least 2: a decode and a mixed bucket.")
     if not steps:
-        raise ValueError("the trace has no steps to tune for.")
+        raise ValueError("the trace has no steps to tune for: it has no request that fits the limits and the KV pool.")
     candidates = _candidates(max_num_seqs, max_num_batched_tokens, options)
     price = options.padding_price * _ms_a_token(cost, max_num_seqs, max_num_batched_tokens)
     charges = np.array([cost.step_ms(key, 0) + price * key.T for key in candidates])

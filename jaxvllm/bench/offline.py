@@ -14,6 +14,7 @@ from tqdm import tqdm
 from jaxvllm.bench import loads
 from jaxvllm.cli_args import add_engine_options, given_engine_args
 from jaxvllm.metrics import Counter
+from jaxvllm.output_files import check_can_write
 from scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def _check(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1.")
+    check_can_write("--output-json", args.output_json)
 
 
 def _make_engine(args: argparse.Namespace) -> "Engine":

@@ -11,17 +11,6 @@ from jaxvllm.bench.report import METRICS, ServeReport, piece_times
 PERCENTILES = (50, 90, 99)
 
 
-def check_plot() -> None:
-    """Find out before a long run whether there is something to plot with.
-
-    Raises: ImportError if matplotlib is missing.
-    """
-    try:
-        import matplotlib  # noqa: F401  # only whether it is there
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: install jaxvllm with the extra plot.") from error
-
-
 def plot(report: ServeReport, results: Sequence[RequestResult], path: str | Path, title: str) -> None:
     """Write a PNG: how TTFT, TPOT, ITL and E2EL are distributed, and tokens and requests over time."""
     from matplotlib.figure import Figure

@@ -13,6 +13,7 @@ from typing import Any
 from jaxvllm.bench import loads
 from jaxvllm.bench.loads import BenchRequest
 from jaxvllm.bench.report import METRICS, ServeReport, make_report, parse_goodput, table, to_json
+from jaxvllm.output_files import check_can_plot, check_can_write
 
 INFINITY = float("inf")
 
@@ -130,9 +131,11 @@ def _check(args: argparse.Namespace) -> None:
     if args.api_key:
         args.headers["Authorization"] = f"Bearer {args.api_key}"
     if args.plot:
-        from jaxvllm.bench.plot import check_plot
-
-        check_plot()
+        check_can_write("--plot", args.plot)
+        check_can_plot()
+    if args.save_result or args.save_detailed:
+        Path(args.result_dir).mkdir(parents=True, exist_ok=True)
+        check_can_write("--result-dir", Path(args.result_dir) / (args.result_filename or "result.json"))
 
 
 def _pairs(option: str, pairs: Sequence[str]) -> dict[str, str]:
@@ -256,7 +259,6 @@ def _save(args: argparse.Namespace, model: str, rate: float | None, figures: dic
     concurrency = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
     name = args.result_filename or f"{label}-{rate_word}qps{concurrency}-{Path(model).name}-{now}.json"
     folder = Path(args.result_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(json.dumps(data))
     print(f"Result: {folder / name}")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jaxvllm.bucket_choice import STRATEGIES, choose_policy
 from jaxvllm.cli_args import add_engine_options, given_engine_args
 from jaxvllm.engine_args import EngineArgs
+from jaxvllm.output_files import check_can_plot, check_can_write
 from scheduler.buckets import DEFAULT_MAX_PROGRAMS, BucketKey, BucketPolicy, StepShape, explicit, load_policy
 from scheduler.config import CacheConfig, SchedulerConfig
 from scheduler.cost_model import CostModel, load_cost_model
@@ -59,7 +60,11 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", type=int, default=60, help="mean, synthetic")
     parser.add_argument("--output-len", type=int, default=40, help="mean, synthetic")
     parser.add_argument("--arrivals-per-step", type=float, default=0.2, help="synthetic")
-    parser.add_argument("--time-limit", type=float, help="seconds; policies without time to run are estimated")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        help="seconds; the first policy runs in any case, those without time to run are estimated",
+    )
     parser.add_argument("--json", type=Path, help="write the results here, after every policy")
     parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
     _add_engine_options(parser)
@@ -103,7 +108,13 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Compare the policies and print the table."""
-    deadline = time.monotonic() + (args.time_limit or math.inf)
+    if args.time_limit is not None and not args.time_limit >= 0:
+        raise ValueError(f"--time-limit {args.time_limit} must be at least 0; without it there is no limit.")
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        check_can_write(option, path)
+    if args.plot:
+        check_can_plot()
+    deadline = time.monotonic() + (math.inf if args.time_limit is None else args.time_limit)
     with running_executor(args) as (executor, num_blocks):
         _compare(args, executor, num_blocks, deadline)
     return 0
@@ -140,6 +151,7 @@ def _compare(args: argparse.Namespace, executor: "DeviceExecutor", num_blocks: i
 
 def run_measure(args: argparse.Namespace) -> int:
     """Time the buckets of the policies and write the samples."""
+    check_can_write("--out", args.out)
     with running_executor(args) as (executor, num_blocks):
         _measure(args, executor, num_blocks)
     return 0
@@ -161,6 +173,11 @@ def _measure(args: argparse.Namespace, executor: "DeviceExecutor", num_blocks: i
 
 def run_tune(args: argparse.Namespace) -> int:
     """Tune to a trace, simulate, print both policies side by side, and save the tuned one."""
+    for name in ("limit", "rounds"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1.")
+    for option, path in (("--out", args.out), ("--json", args.json)):
+        check_can_write(option, path)
     with _silent_scheduler():
         return _tune(args)
 

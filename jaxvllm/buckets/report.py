@@ -60,17 +60,9 @@ def write_json(results: Sequence[Result], samples: Sequence[StepSample], path: s
 
 
 def plot(results: Sequence[Result], path: str | Path) -> None:
-    """One bar chart a measure, policies side by side, and the step time by bucket size.
+    """One bar chart a measure, policies side by side, and the step time by bucket size: a PNG."""
+    import matplotlib
 
-    Raises:
-      ImportError: matplotlib is missing; says how to get it.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError(
-            f"--plot needs matplotlib ({error}): `uv run --extra plot jaxvllm ...` in a clone installs it."
-        ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -99,4 +91,4 @@ def plot(results: Sequence[Result], path: str | Path) -> None:
     if any(r.is_estimated for r in results):
         figure.text(0.99, 0.005, "* estimated from measured step times", ha="right", fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, format="png", dpi=110)

@@ -11,7 +11,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import uvicorn
@@ -172,8 +174,13 @@ class _Runner:
         """Put a new engine in the place of the dead one; until it is ready, requests get the dead one's error."""
         logger.warning("Starting a new engine core")
         await asyncio.to_thread(self._serving.engine.shutdown)
+        give_up = Event()
+        start = partial(AsyncEngine, step_timeout_s=self._args.step_timeout, give_up=give_up)
         try:
-            engine = await asyncio.to_thread(AsyncEngine, self._engine_args, step_timeout_s=self._args.step_timeout)
+            engine = await asyncio.to_thread(start, self._engine_args)
+        except asyncio.CancelledError:  # the server ends, and would wait for the thread
+            give_up.set()
+            raise
         except Exception:  # whatever it is, there is no engine: the log says why, and the server ends
             logger.exception("The engine core could not be started again")
             return False

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxvllm import cli
+from jaxvllm.bench import offline
 from jaxvllm.engine_args import EngineArgs
 from tests.engine.conftest import write_model
 from tests.engine.fake_executor import SuccessorExecutor
@@ -82,3 +83,12 @@ def test_bad_sizes_are_one_line(folder, capsys):
     assert "--batch-size 0 must be at least 1" in capsys.readouterr().err
     assert bench(folder, "latency", "--num-iters-warmup", "-1") == 1
     assert "--num-iters-warmup -1 must be at least 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["latency", "throughput"])
+def test_a_file_that_cannot_be_written_is_named_before_the_engine_starts(
+    folder, tmp_path, monkeypatch, capsys, command
+):
+    monkeypatch.setattr(offline, "_make_engine", lambda args: pytest.fail("it began"))
+    assert bench(folder, command, "--output-json", str(tmp_path)) == 1
+    assert f"--output-json {tmp_path} cannot be written" in capsys.readouterr().err

@@ -179,6 +179,15 @@ def test_bad_options_are_one_line(capsys, args, message):
     assert error.startswith("jaxvllm: error: ") and message in error
 
 
+@pytest.mark.parametrize("args", [["--plot"], ["--save-result", "--result-filename"]])
+def test_a_file_that_cannot_be_written_is_named_before_the_run(tmp_path, capsys, args):
+    path = tmp_path / "missing" / "x"
+    with running() as server:
+        assert bench(server, *SMALL, *args, str(path)) == 1
+        assert not server.bodies
+    assert f"{path} cannot be written" in capsys.readouterr().err
+
+
 def test_plot_is_a_png(tmp_path, capsys):
     path = tmp_path / "plot.png"
     with running(ttft_s=0.01, itl_s=0.001) as server:

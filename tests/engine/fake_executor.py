@@ -4,9 +4,11 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core_messages import OUTPUTS
 from jaxvllm.dispatcher import DispatchedStep, Dispatcher
 from scheduler.outputs import ModelRunnerOutput, SchedulerOutput
 
@@ -154,6 +156,29 @@ def fails_at_step_3_and_ends_slowly(config: EngineConfig) -> SuccessorExecutor:
     return SuccessorExecutor(config, fail_at_step=3)
 
 
+def speaks_nonsense_from_step_9(config: EngineConfig) -> SuccessorExecutor:
+    from jaxvllm.core_process import CoreLoop
+
+    send, num_sent = CoreLoop.send, iter(range(99))
+
+    def send_nonsense(loop: CoreLoop, kind: bytes, body: Any) -> None:
+        if kind == OUTPUTS and next(num_sent) >= 8:
+            loop._outbox.send(kind + b"\xc1")
+        else:
+            send(loop, kind, body)
+
+    CoreLoop.send = send_nonsense
+    return SuccessorExecutor(config, delay_s=0.02)
+
+
+def fails_with_a_group(config: EngineConfig) -> SuccessorExecutor:
+    raise ExceptionGroup("many things at once", [ValueError("the first")])
+
+
+def fails_with_a_name_that_is_no_text(config: EngineConfig) -> SuccessorExecutor:
+    raise ValueError("cannot read /models/\udcff")
+
+
 def fails_in_dispatch_at_step_9(config: EngineConfig) -> DispatchingExecutor:
     return DispatchingExecutor(config, delay_s=0.02, fail_at_step=9)
 
@@ -166,6 +191,16 @@ def kills_itself_at_start(config: EngineConfig) -> SuccessorExecutor:
 def sleeps_at_start(config: EngineConfig) -> SuccessorExecutor:
     time.sleep(60)
     raise AssertionError
+
+
+def sleeps_at_second_start(config: EngineConfig) -> SuccessorExecutor:
+    """The first start leaves a file in the model's folder."""
+    mark = Path(config.model.model) / "started"
+    if mark.exists():
+        (mark.parent / "starts again").touch()
+        time.sleep(60)
+    mark.touch()
+    return SuccessorExecutor(config, delay_s=0.02)
 
 
 def bad_model(config: EngineConfig) -> SuccessorExecutor:

@@ -223,7 +223,13 @@ def test_a_stream_that_is_closed_late_leaves_the_next_request_of_its_name_alone(
 
 
 @pytest.mark.parametrize(
-    ("executor", "words"), [("fails_at_step_9", "on fire"), ("slow", "SIGKILL"), ("hangs_at_step_9", "hangs")]
+    ("executor", "words"),
+    [
+        ("fails_at_step_9", "on fire"),
+        ("slow", "SIGKILL"),
+        ("hangs_at_step_9", "hangs"),
+        ("speaks_nonsense_from_step_9", "cannot be read"),
+    ],
 )
 def test_death_of_the_core_reaches_every_caller_within_a_second(model_folder, executor, words):
     engine = make_engine(model_folder, executor, step_timeout_s=0.5)

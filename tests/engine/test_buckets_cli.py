@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 
 from jaxvllm.bucket_choice import choose_policy
+from jaxvllm.buckets import cli as buckets_cli
 from jaxvllm.buckets.arrivals import scale_to_running, sped_up
 from jaxvllm.buckets.compare import Result, StepLog, Workload, estimate_policy
 from jaxvllm.buckets.measure import full_step
 from jaxvllm.cli import main
 from jaxvllm.config import EngineConfig, MemoryConfig
+from jaxvllm.output_files import check_can_write
 from scheduler.batch import BatchLimits
 from scheduler.buckets import BucketKey, load_policy, one_shape, powers_of_two
 from scheduler.config import CacheConfig, SchedulerConfig
@@ -63,7 +66,7 @@ def test_policies_run_the_same_steps_and_are_compared_as_table_json_and_png(mode
 def test_policies_without_time_to_run_are_estimated_from_the_steps_and_times_of_those_that_ran(model, tmp_path, capsys):
     workload = ["--num-requests", "5", "--input-len", "6", "--output-len", "5", "--arrivals-per-step", "0.5"]
     sizes = ["--decode-sizes", "2", "--mixed-sizes", "8", "--policies", "explicit", "one_shape", "tuned"]
-    words = [*workload, *sizes, "--time-limit", "0.001", "--max-programs", "2"]
+    words = [*workload, *sizes, "--time-limit", "0", "--max-programs", "2"]
     outputs = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]
     assert main(["buckets", "compare", *model, *words, *outputs]) == 0
     assert "one_shape (estimated)" in capsys.readouterr().out
@@ -201,6 +204,61 @@ def test_a_speedup_that_is_not_above_0_is_refused(speedup, tmp_path, capsys):
 def test_a_workload_of_nothing_is_refused(model, capsys, option, value, message):
     assert main(["buckets", "compare", *model, "--policies", "one_shape", option, value]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--limit", "0", "--limit 0 must be at least 1"),
+        ("--rounds", "-1", "--rounds -1 must be at least 1"),
+        ("--host-ms", "nan", "host_ms=nan must be at least 0"),
+        ("--host-ms", "-1", "host_ms=-1.0 must be at least 0"),
+        ("--padding-price", "-1", "padding_price=-1.0 must be at least 0"),
+        ("--prior-share", "nan", "prior_share=nan must be at least 0"),
+        ("--max-model-len", "9", "it has no request that fits the limits and the KV pool"),
+    ],
+)
+def test_numbers_without_a_meaning_are_refused_by_tune(tmp_path, capsys, option, value, message):
+    words = ["--trace", str(write_trace(tmp_path / "t.csv")), "--out", str(tmp_path / "o.json"), option, value]
+    assert main(["buckets", "tune", *words]) == 1
+    assert message in capsys.readouterr().err and not (tmp_path / "o.json").exists()
+
+
+@pytest.mark.parametrize("limit", ["-1", "nan"])
+def test_a_time_limit_below_0_is_refused(model, capsys, limit):
+    assert main(["buckets", "compare", *model, "--policies", "one_shape", "--time-limit", limit]) == 1
+    assert f"--time-limit {float(limit)} must be at least 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("compare", "--json"), ("compare", "--plot"), ("measure", "--out"), ("tune", "--out"), ("tune", "--json")],
+)
+def test_a_file_that_cannot_be_written_is_named_before_any_work(command, option, tmp_path, monkeypatch, capsys):
+    def work(*args: object) -> None:
+        raise AssertionError("it began")
+
+    monkeypatch.setattr(buckets_cli, "running_executor", work)
+    monkeypatch.setattr(buckets_cli, "load_trace", work)
+    others = {"measure": ["--out", str(tmp_path / "o")], "tune": ["--trace", "t.csv", "--out", str(tmp_path / "o")]}
+    for path in (tmp_path / "missing" / "x.json", tmp_path):
+        assert main(["buckets", command, *others.get(command, []), option, str(path)]) == 1
+        assert f"{option} {path} cannot be written" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "a file that was only tried is not left behind"
+
+
+def test_trying_a_file_leaves_what_is_in_it(tmp_path):
+    path = tmp_path / "o.json"
+    path.write_text("old")
+    check_can_write("--out", path)
+    assert path.read_text() == "old"
+
+
+def test_without_matplotlib_plot_is_refused_before_any_work(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(buckets_cli, "running_executor", lambda args: pytest.fail("it began"))
+    assert main(["buckets", "compare", *model, "--plot", str(tmp_path / "b.png")]) == 1
+    assert "--plot needs matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", [BucketKey("decode", 8, 8), BucketKey("mixed", 40, 8), BucketKey("mixed", 40, 1)])

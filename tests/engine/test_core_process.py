@@ -4,13 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from jaxvllm import Engine, EngineDeadError, SamplingParams
+from jaxvllm import Engine, EngineDeadError, SamplingParams, mp_client
 
 EXECUTORS = "tests.engine.fake_executor"
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,6 +139,74 @@ def test_error_at_the_start_is_raised_as_the_same_kind(model_folder, multiproces
 def test_core_that_is_killed_at_the_start_is_heard_of(model_folder):
     with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
         make_engine(model_folder, "kills_itself_at_start")
+
+
+@pytest.mark.parametrize(
+    ("executor", "kind", "message"),
+    [
+        ("fails_with_a_group", RuntimeError, "ExceptionGroup: many things at once"),
+        ("fails_with_a_name_that_is_no_text", ValueError, r"cannot read /models/\\udcff"),
+    ],
+)
+def test_error_at_the_start_that_cannot_be_made_again_keeps_its_words(model_folder, executor, kind, message):
+    with pytest.raises(kind, match=message):
+        make_engine(model_folder, executor)
+
+
+def test_core_that_ends_before_it_was_told_what_to_do_is_heard_of_and_leaves_nothing(
+    model_folder, tmp_path, monkeypatch
+):
+    def start(config: object) -> subprocess.Popen:
+        process = subprocess.Popen([sys.executable, "-c", "import os; os._exit(3)"], stdin=subprocess.PIPE)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        return process
+
+    monkeypatch.setattr(mp_client, "_start_process", start)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(EngineDeadError, match="ended with exit code 3"):
+        make_engine(model_folder, "successor")
+    assert not list(tmp_path.iterdir())
+
+
+UNREADABLE = [b"", b"Z", b"A", b"A\xc1", b"X\x01", b"U\x82\xa7call_id\x01\xa6method\xa3die"]
+
+
+def test_a_message_that_the_core_cannot_read_is_its_death_and_named(model_folder):
+    for message in UNREADABLE:
+        with make_engine(model_folder, "slow") as engine:
+            engine.llm_engine._client._requests.send(message)
+            with pytest.raises(EngineDeadError, match=r"a message of the front end, of kind .* cannot be read"):
+                engine.generate([[1]], SamplingParams(max_tokens=900), use_tqdm=False)
+
+
+def test_a_message_of_the_core_that_cannot_be_read_is_its_death(model_folder):
+    with make_engine(model_folder, "speaks_nonsense_from_step_9") as engine:
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match="the engine core sent a message that cannot be read"):
+                engine.generate([[1]], SamplingParams(max_tokens=900), use_tqdm=False)
+        pid = core_pid(engine)
+    assert not is_running(pid)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("multiprocess", [True, False])
+def test_a_fork_may_not_use_an_llm_engine_and_its_end_costs_the_owner_nothing(model_folder, multiprocess):
+    with make_engine(model_folder, "slow", multiprocess=multiprocess) as engine:
+        engine.llm_engine.add_request("a", [5], SamplingParams(max_tokens=3))
+        pid = os.fork()
+        if not pid:
+            signal.alarm(60)  # a fork that waits for the core waits for ever
+            num_refused = 0
+            for use in (engine.llm_engine.step, lambda: engine.llm_engine.abort_request("a")):
+                try:
+                    use()
+                except RuntimeError as error:
+                    num_refused += "fork" in str(error)
+            engine.llm_engine.shutdown()
+            os._exit(num_refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+        outputs = [output for _ in range(9) for output in engine.llm_engine.step()]
+        assert outputs[-1].outputs[0].token_ids == [6, 7, 8]
 
 
 def test_error_in_the_front_end_while_the_core_starts_does_not_wait_for_it(model_folder):

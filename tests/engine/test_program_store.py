@@ -233,6 +233,12 @@ def test_a_folder_that_cannot_be_made_costs_the_cache_and_nothing_else(tmp_path,
     assert counts(start(store)) == (2, 0)
 
 
+def test_an_entry_that_cannot_even_be_looked_for_is_ignored(tmp_path, caplog):
+    too_long_a_name = "0" * 300  # a disk that fails and a folder without the right to search it raise the same way
+    assert ProgramStore(tmp_path / "programs").load(too_long_a_name, jax.devices()) is None
+    assert "Ignored" in caplog.text
+
+
 def test_files_are_for_this_user_alone_and_nothing_is_left_of_a_write_that_failed(store, monkeypatch, caplog):
     start(store)
     assert store._folder.stat().st_mode & 0o777 == 0o700

@@ -174,6 +174,13 @@ def test_the_pool_is_sized_from_what_is_free_and_says_how_many_tokens_fit():
         num_blocks_that_fit(spec, limits, spec.block_bytes)  # no length would fit
 
 
+def test_a_pool_that_the_device_has_no_room_for_is_refused_with_its_size_and_what_chose_it():
+    spec = KVCacheSpec(num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype=jnp.dtype("float32"))
+    num_blocks = 10**15 // spec.block_bytes
+    with pytest.raises(ValueError, match=rf"{(num_blocks - 1) * 16:,} tokens .*GiB\): lower .*kv_cache_memory_bytes"):
+        spec.allocate(num_blocks)
+
+
 def test_a_large_pool_has_a_round_number_of_blocks_so_that_a_later_start_finds_its_programs():
     spec = KVCacheSpec(3, 2, 16, 4, jnp.dtype(jnp.bfloat16))
     fits = {n: num_blocks_that_fit(spec, BatchLimits(4, 30, 4), n * spec.block_bytes) for n in range(66000, 66600, 7)}

@@ -1,4 +1,6 @@
 import itertools
+import json
+from dataclasses import asdict
 
 import pytest
 
@@ -125,9 +127,12 @@ def test_a_policy_survives_its_file_and_a_broken_file_is_named(tmp_path):
     policy = powers_of_two(24, 700)
     policy.save(tmp_path / "tuned.json")
     assert load_policy(tmp_path / "tuned.json") == policy
-    (tmp_path / "broken.json").write_text('{"name": "x"}')
-    with pytest.raises(ValueError, match=r"broken\.json"):
-        load_policy(tmp_path / "broken.json")
+    whole = asdict(policy)
+    for broken in ({"name": "x"}, whole | {"decode_sizes": [0, 24]}, whole | {"decode_sizes": ["8"]},
+                   whole | {"mixed_sizes": [[16.5, 4], [700, 24]]}):  # fmt: skip
+        (tmp_path / "broken.json").write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match=r"broken\.json"):
+            load_policy(tmp_path / "broken.json")
 
 
 def test_keys_come_in_a_fixed_order_largest_first():

@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -92,11 +93,15 @@ def test_traces_are_read_in_both_formats(tmp_path: Path):
         ("t.txt", "", "neither .csv"),
         ("t.csv", "TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,5\n", "request 1"),
         ("t.jsonl", '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [0]}\n', "do not cover"),
+        ("t.jsonl", '{"timestamp": 0, "input_length": 6, "output_length": 1, "hash_ids": ["a"]}\n', "must be integers"),
+        ("t.jsonl", '{"timestamp": NaN, "input_length": 6, "output_length": 1, "hash_ids": [0]}\n', "must be finite"),
+        ("t.jsonl", '{"timestamp": 0, "input_length": Infinity, "output_length": 1, "hash_ids": [0]}\n', "request 1"),
+        ("t.csv", "TIMESTAMP\xff", "no text"),
     ],
 )
 def test_a_broken_trace_is_an_error_that_names_file_and_row(tmp_path: Path, name: str, text: str, message: str):
     path = tmp_path / name
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message) as error:
         load_trace(path)
     assert name in str(error.value)
@@ -126,6 +131,18 @@ def test_a_cost_model_is_fitted_interpolated_and_read(tmp_path: Path):
     path.write_text(json.dumps({"samples": rows}))
     assert load_cost_model(path).bucket_ms == pytest.approx(model.bucket_ms)
     path.write_text("{}")
+    with pytest.raises(ValueError, match=r"cost\.json holds no step times"):
+        load_cost_model(path)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ms": 0}, {"ms": -1.0}, {"ms": math.nan}, {"ms": math.inf}, {"T": 0}, {"T": "8"}, {"R": 1.5},
+              {"kind": "prefill"}, {"context_tokens": -1}],
+)  # fmt: skip
+def test_step_times_without_a_meaning_are_refused(tmp_path: Path, wrong: dict):
+    path = tmp_path / "cost.json"
+    row = {"kind": "mixed", "T": 64, "R": 8, "context_tokens": 0, "ms": 1.0}
+    path.write_text(json.dumps({"samples": [row | {"kind": "decode"}, row | wrong]}))
     with pytest.raises(ValueError, match=r"cost\.json holds no step times"):
         load_cost_model(path)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.conftest import write_model
 from tests.engine.test_core_process import wait_until_gone
 from tests.server.process import EXECUTORS, ROOT, SCRIPT, Server, running_server
 from tests.server.raw_client import RawClient
@@ -142,6 +143,21 @@ def test_no_new_core_is_started_for_a_server_that_is_ending(model_folder):
         assert "SIGKILL" in asyncio.run(end_of_stream(server, end_then_kill))
         assert server.process.wait(10) == 1
     assert not any("Starting a new engine core" in line for line in server.lines)
+
+
+def test_sigterm_while_a_new_core_loads_does_not_wait_for_it(tmp_path):
+    folder = write_model(tmp_path)
+    with running_server(folder, "sleeps_at_second_start", "--restart-engine", stops=False) as server:
+        os.kill(core_pid(server), signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while not (folder / "starts again").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        new = core_pid(server)
+        assert server.get("/health").status == 503
+        server.process.terminate()
+        assert server.process.wait(30) == 0  # loading takes 60 s
+        assert wait_until_gone(new)
 
 
 def test_a_second_ctrl_c_ends_the_wait_for_running_requests(model_folder):
