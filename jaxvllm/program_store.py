@@ -71,17 +71,13 @@ class ProgramStore:
         path = self._folder / (digest + SUFFIX)
         try:
             workspace_bytes, payload = _read(path)
-        except FileNotFoundError:
-            return None
-        except Exception as error:  # of another origin, or a folder that cannot be searched
-            logger.warning("Ignored %s: %s: %s", path, type(error).__name__, error)
-            return None
-        try:
             arguments = pickle.loads(payload)
             program = serialize_executable.deserialize_and_load(
                 *arguments, backend=devices[0].client, execution_devices=devices
             )
-        except Exception as error:  # whatever a file of another version or a broken disk leads to
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # whatever a file of another origin, or a broken disk leads to
             logger.warning("Ignored %s: %s: %s", path, type(error).__name__, error)
             return None
         _touch(path)
