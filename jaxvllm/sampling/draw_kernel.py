@@ -57,7 +57,9 @@ def choose(logits: jax.Array, stats: GroupStats, rows: SamplingRows, *, interpre
         row = ScaledRow(number, logits, scales[number], vocab_size)
         of_groups = load_groups(maxima, number, -jnp.inf)
         largest = jnp.max(of_groups)
-        is_random = (request.temperature > 0) & (row.factor != 0) & (largest > -jnp.inf)
+        # An infinite logit has no share of the others: it is the choice.
+        can_draw = (largest > -jnp.inf) & (row.scale(largest) < jnp.inf)
+        is_random = (request.temperature > 0) & (row.factor != 0) & can_draw
 
         def pick() -> jax.Array:
             start = first_group(of_groups, largest) * GROUP_SIZE

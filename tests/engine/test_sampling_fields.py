@@ -76,6 +76,20 @@ def test_repetition_penalty_counts_prompt_and_outputs(engine):
     assert len(set(tokens)) == 40 and not set(tokens) & set(prompt)
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e-45, 1e-38, 1e300])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 3}], ids=str)
+def test_a_penalty_beyond_float32_gives_tokens_that_exist_and_costs_nobody(engine, base, penalty, filters):
+    odd = SamplingParams(repetition_penalty=penalty, seed=1, max_tokens=8, **filters)
+    neighbour = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    outputs = [output.outputs[0] for output in engine.generate([PROMPT, PROMPT], [odd, neighbour], use_tqdm=False)]
+    assert set(outputs[0].token_ids) <= set(range(264)) and outputs[1].token_ids == base
+
+
+def test_numbers_beyond_float32_mean_what_the_nearest_ones_do(engine, base):
+    assert run(engine, temperature=1.0, top_p=1e-300) == base
+    assert run(engine, temperature=1e300, seed=1) == run(engine, temperature=1e38, seed=1)
+
+
 def test_temperature_0_is_greedy_and_a_high_one_is_not(engine, base):
     assert run(engine, temperature=1e-6) == base
     assert run(engine, temperature=2.0, seed=1) != base
