@@ -191,6 +191,16 @@ def test_output_kind_delta_joins_to_the_final_logprobs_and_brings_the_prompt_s_o
     assert outputs[-1].outputs[0].cumulative_logprob == whole.outputs[0].cumulative_logprob
 
 
+def test_output_kind_cumulative_brings_the_same_prompt_logprobs_every_time(engine):
+    wanted = SamplingParams(prompt_logprobs=2, max_tokens=4, output_kind=RequestOutputKind.CUMULATIVE)
+    engine.llm_engine.add_request("cumulative", PROMPT, wanted)
+    found = []
+    while engine.llm_engine.has_unfinished_requests():
+        found += [output.prompt_logprobs for output in engine.llm_engine.step()]
+    assert len(found) == 4 and len(found[0]) == 40
+    assert all(logprobs is found[0] for logprobs in found), "made once, not with every token"
+
+
 def test_logit_bias_moves_single_tokens(engine, base):
     assert run(engine, logit_bias={7: 1e9}) == [7] * 12  # clamped to 100
     assert base[0] not in run(engine, logit_bias={base[0]: -100.0})
@@ -261,6 +271,7 @@ def test_routed_experts_prompt_start_is_refused_by_name(engine):
         ({"allowed_token_ids": list(range(1025))}, "allowed_token_ids holds 1025 ids; at most 1024"),
         ({"bad_words": [""]}, "bad_words=.* must not hold an empty string"),
         ({"thinking_token_budget": -1}, "thinking_token_budget=-1 must not be negative"),
+        ({"output_kind": "delta"}, "output_kind='delta' must be a RequestOutputKind"),
         ({"extra_args": [1]}, r"extra_args=\[1\] must be a dict"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0"),
     ],
@@ -274,6 +285,9 @@ def test_from_optional_takes_none_for_the_default_and_json_s_keys():
     params = SamplingParams.from_optional(temperature=None, top_p=None, max_tokens=None, logit_bias={"7": 1000})
     assert (params.temperature, params.top_p, params.max_tokens) == (1.0, 1.0, None)
     assert params.logit_bias == {7: 100.0}
+    for key in ("--5", "5.0", "9" * 5000):
+        with pytest.raises(ValueError, match=f"logit_bias key='{key}' must be an integer"):
+            SamplingParams.from_optional(logit_bias={key: 1})
     with pytest.raises(TypeError, match="no field 'tempreature'"):
         SamplingParams.from_optional(tempreature=1)
 
