@@ -167,6 +167,10 @@ def test_an_end_with_an_error_says_what_is_wrong_and_nothing_of_the_parser_s_sta
     reason = str(output.stop_reason)
     assert "does not fit structured_outputs" in reason and len(reason) < 300 and "\n" not in reason
     assert reason.endswith("(min_tokens, allowed_token_ids, bad_words) leave none that does.")
+    optional = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(600)}}
+    (wide,) = generate(engine, [params(json=optional)])
+    assert "cannot be followed further: Parser Error: Current row has" in str(wide.stop_reason)
+    assert "other fields" not in str(wide.stop_reason)
 
 
 def test_additional_properties_can_be_switched_off(engine):
