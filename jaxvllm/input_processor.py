@@ -225,14 +225,14 @@ class InputProcessor:
         self, params: SamplingParams, index: int, num_prompt_tokens: int, derived: DerivedParams | None
     ) -> SamplingParams:
         """The parameters of one completion, with nothing left open."""
-        stop_ids = dict.fromkeys(params.stop_token_ids or [])
-        if not params.ignore_eos:
-            stop_ids |= dict.fromkeys(self._model.extra_eos_token_ids)
-        if len(stop_ids) > MAX_STOP_TOKEN_IDS:
+        own_ids = dict.fromkeys(params.stop_token_ids or [])
+        all_ids = own_ids | dict.fromkeys(self._model.extra_eos_token_ids)
+        if len(all_ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(
                 f"stop_token_ids and the model's {len(self._model.extra_eos_token_ids)} end-of-turn ids make "
-                f"{len(stop_ids)}; at most {MAX_STOP_TOKEN_IDS} are allowed."
+                f"{len(all_ids)}; at most {MAX_STOP_TOKEN_IDS} are allowed."
             )
+        stop_ids = own_ids if params.ignore_eos else all_ids
         seed = self._seeds.getrandbits(_SEED_BITS) if params.seed is None else (params.seed + index) % 2**64
         max_tokens, max_model_len = params.max_tokens, self._info.max_model_len
         # What no text can reach is cut to what a message can hold.

@@ -203,20 +203,23 @@ class PromptLogprobCollector:
         self._prompt = prompt_token_ids
         self._texts, self._is_flat = texts, is_flat
         self._parts: list[TokenLogprobs] = []
+        self._result: PromptLogprobs | None = None
         self.is_sent = False
 
     def add(self, part: PromptPart) -> None:
         """Take in a part. Position i of the list is prompt token i + 1: the first token has no logprob."""
         assert part.start - 1 <= len(self._parts), f"part {part.start} leaves a gap behind {len(self._parts)}"
         del self._parts[part.start - 1 :]
+        self._result = None
         self._parts += part.positions
 
     def result(self) -> PromptLogprobs | None:
-        """One entry a prompt token, None first; None while the prompt is not complete."""
-        if len(self._parts) < len(self._prompt) - 1:
-            return None
+        """One entry a prompt token, None first; None while the prompt is not complete. The same object every time."""
+        if self._result is not None or len(self._parts) < len(self._prompt) - 1:
+            return self._result
         collector = LogprobCollector(self._texts, self._is_flat)
         collector.add_none()
         for index, part in enumerate(self._parts, start=1):
             collector.add(part, self._prompt[max(0, index - _MAX_CONTEXT) : index])
-        return collector.positions
+        self._result = collector.positions
+        return self._result

@@ -94,11 +94,13 @@ class SamplingChecker:
             )
 
     def derive(self, params: SamplingParams) -> DerivedParams | None:
-        """Token ids of text fields, and parameters of custom processors; None if there is nothing.
+        """Token ids of text fields, ends that are ignored, parameters of custom processors; None if there is nothing.
 
         Raises: ValueError as check does.
         """
         derived = DerivedParams()
+        if params.ignore_eos and params.min_tokens:
+            derived.ignored_ends = list(self._model.extra_eos_token_ids)
         if params.bad_words:
             derived.bad_words = self._encode_bad_words(params.bad_words)
         if params.thinking_token_budget is not None and self._thinking is not None:

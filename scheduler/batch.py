@@ -99,7 +99,8 @@ class SamplingRecord:
 
 
 def _processed_until(params: SamplingParams, num_prompt_tokens: int) -> int:
-    if _has_penalties(params) or params.logit_bias or params.allowed_token_ids or params.derived is not None:
+    derived = params.derived is not None and params.derived.changes_all_logits
+    if _has_penalties(params) or params.logit_bias or params.allowed_token_ids or derived:
         return np.iinfo(np.int64).max
     return num_prompt_tokens + params.min_tokens if params.min_tokens else 0
 

@@ -38,6 +38,8 @@ class RecordField(IntEnum):
 
 RECORD_WIDTH = len(RecordField)
 _INT32_MAX = 2**31 - 1
+_FLOAT32_TINY = float(np.finfo(np.float32).tiny)  # smaller ones are 0 on a device
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def make_record(
@@ -56,10 +58,11 @@ def make_record(
     """
     record = np.zeros(RECORD_WIDTH, np.int32)
     floats = record.view(np.float32)
-    floats[RecordField.TEMPERATURE] = params.temperature
-    floats[RecordField.TOP_P] = params.top_p
+    # What float32 cannot hold is brought to the nearest that it can: 0 and infinity would mean something else.
+    floats[RecordField.TEMPERATURE] = min(params.temperature, _FLOAT32_MAX)
+    floats[RecordField.TOP_P] = max(params.top_p, _FLOAT32_TINY)
     floats[RecordField.MIN_P] = params.min_p
-    floats[RecordField.REPETITION_PENALTY] = params.repetition_penalty
+    floats[RecordField.REPETITION_PENALTY] = min(max(params.repetition_penalty, _FLOAT32_TINY), _FLOAT32_MAX)
     floats[RecordField.PRESENCE_PENALTY] = params.presence_penalty
     floats[RecordField.FREQUENCY_PENALTY] = params.frequency_penalty
     words = np.array([seed % 2**64], np.uint64).view(np.int32)  # little endian: low word first

@@ -54,18 +54,25 @@ class SamplingType(IntEnum):
 
 @dataclass(slots=True, kw_only=True)
 class DerivedParams:
-    """What the front end made of a request's text fields, for the core.
+    """What the front end made of a request's fields and the model, for the core.
 
     Attributes:
+      ignored_ends: the model's end ids beside EOS, where ignore_eos and min_tokens are set: masked, as EOS is.
       bad_words: token ids of each spelling.
       think_start, think_end: token ids that open and close the model's thinking.
       processors: custom logits processor -> its parameters.
     """
 
+    ignored_ends: list[int] = field(default_factory=list)
     bad_words: list[list[int]] = field(default_factory=list)
     think_start: list[int] = field(default_factory=list)
     think_end: list[int] = field(default_factory=list)
     processors: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def changes_all_logits(self) -> bool:
+        """Whether it matters at every position, and not below min_tokens alone."""
+        return bool(self.bad_words or self.think_end or self.processors)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -182,6 +189,8 @@ class SamplingParams:
             self.repetition_detection = RepetitionDetectionParams.of(self.repetition_detection)
         if self.seed == -1:
             self.seed = None
+        if self.output_kind not in tuple(RequestOutputKind):
+            raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind.")
         self.output_kind = RequestOutputKind(self.output_kind)
         if self.is_greedy:
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
@@ -287,7 +296,10 @@ def _checked_bias(bias: Any) -> dict[int, float]:
 
 
 def _int_key(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.strip().lstrip("-").isdecimal() else key
+    try:
+        return int(key) if isinstance(key, str) else key
+    except ValueError:  # refused by its name later
+        return key
 
 
 def _id_list(name: str, value: Any, limit: int) -> list[int]:

@@ -94,11 +94,12 @@ def _has_lists(params: SamplingParams) -> bool:
 
 
 def _masked_ids(params: SamplingParams, eos_token_id: int | None) -> list[int]:
-    """What may not be sampled before min_tokens outputs exist; EOS even where it is ignored, as in vLLM."""
+    """What may not be sampled before min_tokens outputs exist; ends even where they are ignored, as in vLLM."""
     if params.min_tokens == 0:
         return []
-    ids = list(params.stop_token_ids or ())
-    return ids if eos_token_id is None or eos_token_id in ids else [*ids, eos_token_id]
+    ends = [] if eos_token_id is None else [eos_token_id]
+    ends += params.derived.ignored_ends if params.derived is not None else []
+    return list(dict.fromkeys([*(params.stop_token_ids or ()), *ends]))
 
 
 def _places(length: int) -> list[int]:

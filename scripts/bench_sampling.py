@@ -53,11 +53,15 @@ TRACED_STEPS = 4
 
 def start(args: argparse.Namespace, **options: Any) -> LLMEngine:
     """The engine on dummy weights; prefix caching off, so that every run computes its prompts."""
-    if args.model == "tiny":
-        folder = Path(tempfile.mkdtemp())
-        (folder / "config.json").write_text(json.dumps(TINY))
-    else:
-        folder = workloads.write_config(args.model)
+    if args.model != "tiny":
+        return start_model(args, workloads.write_config(args.model), **options)
+    with tempfile.TemporaryDirectory() as folder:  # nothing is read of it once the engine has started
+        (Path(folder) / "config.json").write_text(json.dumps(TINY))
+        return start_model(args, Path(folder), **options)
+
+
+def start_model(args: argparse.Namespace, folder: Path, **options: Any) -> LLMEngine:
+    """The engine for the model of a folder."""
     sizes = {"max_num_seqs": args.requests, "max_model_len": args.context + args.steps + 64}
     if args.device == "gpu":
         # The limits of bench_throughput.py, whose programs serve here too if they were kept.

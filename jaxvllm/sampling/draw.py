@@ -52,7 +52,14 @@ def choose(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
 
 def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    logits = logits / jnp.where(rows.is_greedy, 1.0, rows.floats(RecordField.TEMPERATURE))[:, None]
+    scaled = logits / jnp.where(rows.is_greedy, 1.0, rows.floats(RecordField.TEMPERATURE))[:, None]
+    ids = _draw_scaled(scaled, rows)
+    # An infinite logit has no share of the others: it is the choice.
+    can_draw = jnp.max(scaled, axis=1) < jnp.inf
+    return lax.cond(jnp.all(can_draw), lambda: ids, lambda: jnp.where(can_draw, ids, greedy(logits)))
+
+
+def _draw_scaled(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     if not has_groups(logits.shape[1], NUM_GROUPS):
         return _draw_among_all(logits, rows)
     top_k = rows.ints(RecordField.TOP_K)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxvllm.random_bits import random_words
+from jaxvllm.sampling.draw import NUM_GROUPS
 from jaxvllm.sampling.groups import GROUP_SIZE, token_weights
 from jaxvllm.sampling.noise import gumbel, of_group
 from jaxvllm.sampling.row_kernel import (
@@ -34,8 +35,6 @@ from jaxvllm.sampling.rows import SamplingRows
 from jaxvllm.sampling.thresholds import LIMB_BITS, combine_limbs, limbs, ordered_bits
 from pallas_kernels.lazy import pl, triton
 from scheduler.records import RecordField
-
-NUM_GROUPS = 128  # top_k below it needs no more
 
 
 def scales(rows: SamplingRows) -> jax.Array:
@@ -57,7 +56,9 @@ def choose(logits: jax.Array, stats: GroupStats, rows: SamplingRows, *, interpre
         row = ScaledRow(number, logits, scales[number], vocab_size)
         of_groups = load_groups(maxima, number, -jnp.inf)
         largest = jnp.max(of_groups)
-        is_random = (request.temperature > 0) & (row.factor != 0) & (largest > -jnp.inf)
+        # An infinite logit has no share of the others: it is the choice.
+        can_draw = (largest > -jnp.inf) & (row.scale(largest) < jnp.inf)
+        is_random = (request.temperature > 0) & (row.factor != 0) & can_draw
 
         def pick() -> jax.Array:
             start = first_group(of_groups, largest) * GROUP_SIZE

@@ -10,7 +10,7 @@ from jax import lax
 from jaxvllm.sampling.groups import best_groups, first_largest, has_groups
 from scheduler.records import MAX_STEP_LOGPROBS
 
-_NUM_GROUPS = 32  # at least MAX_STEP_LOGPROBS: then the first of equals are found among the best groups too
+NUM_GROUPS = 32  # at least MAX_STEP_LOGPROBS: then the first of equals are found among the best groups too
 
 MASKED = float(jnp.finfo(jnp.float32).min)  # while the most likely tokens are taken, one after the other
 
@@ -30,8 +30,8 @@ def position_logprobs(
     Returns: i32[R, LOGPROBS_WIDTH], see scheduler.logprob_columns.
     """
     vocab_size = logits.shape[1]
-    if has_groups(vocab_size, _NUM_GROUPS):
-        best = best_groups(logits, _NUM_GROUPS)
+    if has_groups(vocab_size, NUM_GROUPS):
+        best = best_groups(logits, NUM_GROUPS)
         values, ids, largest = best.values, best.ids, best.largest
     else:
         values, ids, largest = logits, jnp.broadcast_to(jnp.arange(vocab_size), logits.shape), logits.max(axis=1)

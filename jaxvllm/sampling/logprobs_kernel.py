@@ -8,14 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxvllm.sampling.groups import GROUP_SIZE, WEIGHT_SCALE
-from jaxvllm.sampling.logprobs import MASKED
+from jaxvllm.sampling.logprobs import MASKED, NUM_GROUPS
 from jaxvllm.sampling.row_kernel import CHUNK, GroupStats, Ref, call_kernel, load_groups, select_best
 from pallas_kernels.lazy import pl, triton
 from scheduler.logprob_columns import LOGPROBS_WIDTH, LogprobColumn
 from scheduler.records import MAX_STEP_LOGPROBS
 from scheduler.sampling_params import MAX_LOGPROB_TOKEN_IDS
-
-_NUM_GROUPS = 32  # at least MAX_STEP_LOGPROBS: then the first of equals are found among the best groups too
 
 
 def position_logprobs(
@@ -64,7 +62,7 @@ def position_logprobs(
             @pl.when(count > 0)
             def _() -> None:
                 values, ids, _ = select_best(
-                    logits, of_groups, scratch, row, _NUM_GROUPS, vocab_size, interpret=interpret
+                    logits, of_groups, scratch, row, NUM_GROUPS, vocab_size, interpret=interpret
                 )
 
                 def take_next(i: jax.Array, rest: jax.Array) -> jax.Array:
@@ -88,7 +86,7 @@ def position_logprobs(
 
     outputs = (
         jax.ShapeDtypeStruct((num_rows, LOGPROBS_WIDTH), jnp.int32),
-        jax.ShapeDtypeStruct((num_rows, _NUM_GROUPS + 1), jnp.int32),
+        jax.ShapeDtypeStruct((num_rows, NUM_GROUPS + 1), jnp.int32),
     )
     args = (logits, stats.maxima, stats.weights, targets, num_logprobs, listed_ids, num_listed)
     return call_kernel(kernel, (num_rows,), outputs, *args, interpret=interpret)[0]

@@ -73,7 +73,7 @@ def _route(serving: Serving, model: type[BaseModel], handle: Handle) -> Callable
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:
-            known = to_api_error(error, model.model_fields)
+            known = to_api_error(error, model.model_fields, getattr(model, "OTHER_NAMES", {}))
             if known is None:
                 raise
             return known.response()

@@ -1,7 +1,8 @@
 """Errors as OpenAI's API shows them: {"error": {"message", "type", "param", "code"}}."""
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ _TYPES = {
     503: "ServiceUnavailableError",
 }
 _BRANCH = re.compile(r"constrained-str|(list|literal)\[.*\]|NamedToolChoice")
+_NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _FIRST_WORD = re.compile(r"(?:sampling parameter |the )?([a-z][a-z_]*)\b")
 
 
@@ -56,11 +58,14 @@ class ApiError(Exception):
         return Response(msgspec.json.encode(self.body()), self.status, self.headers, "application/json")
 
 
-def to_api_error(error: Exception, fields: Container[str] = ()) -> ApiError | None:
+def to_api_error(
+    error: Exception, fields: Container[str] = (), other_names: Mapping[str, str] = _NO_NAMES
+) -> ApiError | None:
     """What a caller is told of an error; None for one that is no answer but a defect.
 
     Args:
       fields: of the request; a message that begins with one of them is about it.
+      other_names: fields that the engine knows under the key's name.
     """
     if isinstance(error, ApiError):
         return error
@@ -70,6 +75,9 @@ def to_api_error(error: Exception, fields: Container[str] = ()) -> ApiError | No
         return ApiError(str(error).split("\n", 1)[0], status=503)
     if isinstance(error, ValueError | NotImplementedError):
         message = " ".join([str(error), *getattr(error, "__notes__", ())])
+        first = _FIRST_WORD.match(message)
+        if first and first[1] in other_names:
+            message = other_names[first[1]] + message[first.end() :]
         return ApiError(message, param=_first_word(message, fields))
     return None
 

@@ -162,6 +162,9 @@ class GenerationRequest(_Fields):
         {"user", "safety_identifier", "session_id", "metadata", "service_tier", "prompt_cache_key", "store"}
     )
 
+    # Fields of SamplingParams that have another name here.
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"extra_args": "vllm_xargs"})
+
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
@@ -188,6 +191,12 @@ class CompletionRequest(GenerationRequest):
             "return_mm_kwargs": (True,),
         }
     )
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> "CompletionRequest":
+        if self.logprob_token_ids and self.logprobs not in (0, len(self.logprob_token_ids)):
+            raise ValueError(f"logprob_token_ids needs logprobs=0, or their number, {len(self.logprob_token_ids)}")
+        return self
 
 
 class FunctionDefinition(_Fields):
@@ -267,6 +276,9 @@ class ChatCompletionRequest(GenerationRequest, RenderRequest):
             "web_search_options": (),
         }
     )
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**GenerationRequest.OTHER_NAMES, "logprobs": "top_logprobs"}
+    )
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatCompletionRequest":
@@ -274,6 +286,11 @@ class ChatCompletionRequest(GenerationRequest, RenderRequest):
             raise ValueError("top_logprobs needs logprobs=true")
         if self.logprob_token_ids and not self.logprobs:
             raise ValueError("logprob_token_ids needs logprobs=true")
+        if self.logprob_token_ids and self.top_logprobs not in (None, 0, len(self.logprob_token_ids)):
+            raise ValueError(
+                f"top_logprobs={self.top_logprobs} must be the number of logprob_token_ids, "
+                f"{len(self.logprob_token_ids)}, or left out"
+            )
         return self
 
     @model_validator(mode="after")

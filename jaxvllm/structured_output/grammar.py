@@ -45,7 +45,7 @@ def to_llguidance(params: StructuredOutputsParams, special: Set[str]) -> str:
     """The constraint in llguidance's own form.
 
     Args:
-      special: see special_texts; a structural tag may be made of them.
+      special: see special_texts; a structural tag may be made of them, all else spells them out.
 
     Raises: ValueError for text that is no JSON, no grammar or no structural tag; what else may be wrong shows when it
       is compiled.
@@ -53,19 +53,31 @@ def to_llguidance(params: StructuredOutputsParams, special: Set[str]) -> str:
     kind, value = params.kind, getattr(params, params.kind)
     try:
         if kind == "json":
-            return _from_schema(params, json.loads(value) if isinstance(value, str) else value)
-        if kind == "json_object":
-            return _from_schema(params, {"type": "object"})
-        if kind == "regex":
-            return LLMatcher.grammar_from_regex(value)
-        if kind == "choice":
+            grammar = _from_schema(params, json.loads(value) if isinstance(value, str) else value)
+        elif kind == "json_object":
+            grammar = _from_schema(params, {"type": "object"})
+        elif kind == "regex":
+            grammar = LLMatcher.grammar_from_regex(value)
+        elif kind == "choice":
             # Not as alternatives of a grammar: with 10,000 of them its first mask takes 0.17 s.
-            return LLMatcher.grammar_from_regex(f"({'|'.join(_NOT_LITERAL.sub(_ESCAPED, text) for text in value)})")
-        if kind == "grammar":
-            return grammar_from("grammar", value)  # reads Lark, EBNF and GBNF
-        return LLMatcher.grammar_from_lark(structural_tag_to_lark(json.loads(value), special))
+            grammar = LLMatcher.grammar_from_regex(f"({'|'.join(_NOT_LITERAL.sub(_ESCAPED, text) for text in value)})")
+        elif kind == "grammar":
+            grammar = grammar_from("grammar", value)  # reads Lark, EBNF and GBNF
+        else:
+            return LLMatcher.grammar_from_lark(structural_tag_to_lark(json.loads(value), special))
+        plain = grammar.replace("\\", "")
+        return _spelled_out(grammar) if any(text in plain for text in special) else grammar
     except (ValueError, TypeError, RecursionError) as error:
         raise _refusal(params, str(error)) from error
+
+
+def _spelled_out(grammar: str) -> str:
+    """The grammar with no text forced: llguidance forces the tokens of the tokenizer, which makes special ones of their
+    names, and then does not take these for the text."""
+    if grammar.startswith("{"):
+        [part] = json.loads(grammar)["grammars"]
+        grammar = part.get("lark_grammar") or f"start: %json {json.dumps(part['json_schema'])}"
+    return f'%llguidance {{"no_forcing": true}}\n{grammar}'
 
 
 def _check_length(params: StructuredOutputsParams, text: str) -> None:
@@ -85,6 +97,8 @@ def _from_schema(params: StructuredOutputsParams, schema: Any) -> str:
         options["whitespace_flexible"] = False
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = params.whitespace_pattern
+    if not options:  # which only a schema that is an object can have
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema))
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # pyright: ignore[reportArgumentType]
 
 

@@ -13,7 +13,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from jaxvllm.config import ModelLoadConfig
 from jaxvllm.model_source import load_tokenizer, resolve
 from jaxvllm.structured_output.grammar import special_texts, to_llguidance
-from jaxvllm.structured_output.token_grammar import GrammarStepMasks, TokenGrammar, accept
+from jaxvllm.structured_output.token_grammar import GrammarStepMasks, TokenGrammar, accept, error_of
 from jaxvllm.tokenizer import Tokenizer
 from scheduler.structured_outputs import StructuredOutputsParams
 
@@ -147,7 +147,7 @@ class GrammarManager:
         compiled.matcher = LLMatcher(tokenizer.llguidance, text, log_level=0)
         logger.debug("Compiled a grammar of %d characters in %.3f s", len(text), time.perf_counter() - start)
         if compiled.matcher.is_error():
-            compiled.error = f"structured_outputs cannot be followed: {compiled.matcher.get_error()}"
+            compiled.error = f"structured_outputs cannot be followed: {error_of(compiled.matcher)}"
             return compiled
         compiled.compute_mask(tokenizer.num_words)
         with self._compiled_lock:

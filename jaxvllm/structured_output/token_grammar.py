@@ -12,6 +12,11 @@ SLOW_MASK_S = 0.002
 # Of masks computed together only the wall time is known, which may be that of other processes.
 SLOW_MASKS_S, QUICK_MASK_S = 0.004, 0.00005  # for all of them, and for each
 
+_IS_COMPLETE = "the text is complete"
+_REASONS = {  # for llguidance's words that say too little
+    "NoExtensionBias": "no token may come next",
+    "parser stopped in consume_token; no error message": _IS_COMPLETE,
+}
 MANY_TOKENS = 32  # more are taken in in parallel; one takes 2 us
 
 
@@ -121,6 +126,12 @@ class GrammarStepMasks:
         return [not grammar.is_over for grammar in grammars]
 
 
+def error_of(matcher: LLMatcher) -> str:
+    """What went wrong, without the parser's state that stands behind it."""
+    reason = matcher.get_error().split("\n<state>", 1)[0]
+    return _REASONS.get(reason, reason)
+
+
 def accept(grammars: list[TokenGrammar], token_ids: list[int], executor: LLExecutor) -> None:
     """Tell grammars of one sampled token each; their refusals show which they do not take."""
     open_ones = []
@@ -139,8 +150,17 @@ def accept(grammars: list[TokenGrammar], token_ids: list[int], executor: LLExecu
     if not all(are_taken):
         for (grammar, matcher, token_id), is_taken in zip(open_ones, are_taken, strict=True):
             if not is_taken:
-                reason = matcher.get_error() or "the text is complete"
-                grammar.refusal = f"token {token_id} does not fit structured_outputs: {reason}"
+                grammar.refusal = _refusal(matcher, token_id)
+
+
+def _refusal(matcher: LLMatcher, token_id: int) -> str:
+    reason = error_of(matcher)
+    if reason == _IS_COMPLETE or "doesn't satisfy the grammar" in reason:
+        return (
+            f"token {token_id} does not fit structured_outputs: {reason}. The request's other fields (min_tokens, "
+            "allowed_token_ids, bad_words) leave none that does."
+        )
+    return f"structured_outputs cannot be followed further: {reason}"  # a limit of llguidance's
 
 
 def _compute(grammars: list[TokenGrammar], masks: np.ndarray, places: list[int], executor: LLExecutor | None) -> None:
@@ -161,4 +181,4 @@ def _compute(grammars: list[TokenGrammar], masks: np.ndarray, places: list[int],
         return
     for grammar, matcher in zip(grammars, matchers, strict=True):
         if matcher.is_error():
-            grammar.error = f"structured_outputs cannot be followed further: {matcher.get_error()}"
+            grammar.error = f"structured_outputs cannot be followed further: {error_of(matcher)}"

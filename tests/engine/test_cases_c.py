@@ -225,8 +225,8 @@ def test_c10_min_tokens_holds_back_every_end(tmp_path):
     )
     engine = Engine(folder, max_num_batched_tokens=16, **ONE_SHAPE)
 
-    def complete(**params):
-        output = engine.generate("A", SamplingParams(temperature=0.0, **params), use_tqdm=False)[0].outputs[0]
+    def complete(prompt="A", **params):
+        output = engine.generate(prompt, SamplingParams(temperature=0.0, **params), use_tqdm=False)[0].outputs[0]
         return output.token_ids, output.finish_reason
 
     assert complete(min_tokens=8, max_tokens=200) == ([66, 67, 68, 69, *range(71)], "stop")
@@ -235,6 +235,10 @@ def test_c10_min_tokens_holds_back_every_end(tmp_path):
     assert held == ([66, 67, *range(8)], "length")
     deaf = complete(min_tokens=5, stop=["CD"], max_tokens=10, ignore_eos=True)
     assert deaf == ([66, 67, 68, 69, *range(6)], "length")
+    # The first of equal logits comes: an end that is masked is not what 89 is followed by.
+    ignored = complete(min_tokens=8, max_tokens=10, ignore_eos=True, prompt="X")
+    assert ignored == ([89, *range(9)], "length"), "the second end is held back where it is ignored, too"
+    assert complete(max_tokens=3, ignore_eos=True, prompt="X") == ([89, 90, 91], "length")
     with pytest.raises(ValueError, match="min_tokens=11 must not exceed max_tokens=10"):
         complete(min_tokens=11, max_tokens=10)
 

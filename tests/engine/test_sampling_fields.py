@@ -76,6 +76,20 @@ def test_repetition_penalty_counts_prompt_and_outputs(engine):
     assert len(set(tokens)) == 40 and not set(tokens) & set(prompt)
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e-45, 1e-38, 1e300])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 3}], ids=str)
+def test_a_penalty_beyond_float32_gives_tokens_that_exist_and_costs_nobody(engine, base, penalty, filters):
+    odd = SamplingParams(repetition_penalty=penalty, seed=1, max_tokens=8, **filters)
+    neighbour = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    outputs = [output.outputs[0] for output in engine.generate([PROMPT, PROMPT], [odd, neighbour], use_tqdm=False)]
+    assert set(outputs[0].token_ids) <= set(range(264)) and outputs[1].token_ids == base
+
+
+def test_numbers_beyond_float32_mean_what_the_nearest_ones_do(engine, base):
+    assert run(engine, temperature=1.0, top_p=1e-300) == base
+    assert run(engine, temperature=1e300, seed=1) == run(engine, temperature=1e38, seed=1)
+
+
 def test_temperature_0_is_greedy_and_a_high_one_is_not(engine, base):
     assert run(engine, temperature=1e-6) == base
     assert run(engine, temperature=2.0, seed=1) != base
@@ -177,6 +191,16 @@ def test_output_kind_delta_joins_to_the_final_logprobs_and_brings_the_prompt_s_o
     assert outputs[-1].outputs[0].cumulative_logprob == whole.outputs[0].cumulative_logprob
 
 
+def test_output_kind_cumulative_brings_the_same_prompt_logprobs_every_time(engine):
+    wanted = SamplingParams(prompt_logprobs=2, max_tokens=4, output_kind=RequestOutputKind.CUMULATIVE)
+    engine.llm_engine.add_request("cumulative", PROMPT, wanted)
+    found = []
+    while engine.llm_engine.has_unfinished_requests():
+        found += [output.prompt_logprobs for output in engine.llm_engine.step()]
+    assert len(found) == 4 and len(found[0]) == 40
+    assert all(logprobs is found[0] for logprobs in found), "made once, not with every token"
+
+
 def test_logit_bias_moves_single_tokens(engine, base):
     assert run(engine, logit_bias={7: 1e9}) == [7] * 12  # clamped to 100
     assert base[0] not in run(engine, logit_bias={base[0]: -100.0})
@@ -247,6 +271,7 @@ def test_routed_experts_prompt_start_is_refused_by_name(engine):
         ({"allowed_token_ids": list(range(1025))}, "allowed_token_ids holds 1025 ids; at most 1024"),
         ({"bad_words": [""]}, "bad_words=.* must not hold an empty string"),
         ({"thinking_token_budget": -1}, "thinking_token_budget=-1 must not be negative"),
+        ({"output_kind": "delta"}, "output_kind='delta' must be a RequestOutputKind"),
         ({"extra_args": [1]}, r"extra_args=\[1\] must be a dict"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0"),
     ],
@@ -260,6 +285,9 @@ def test_from_optional_takes_none_for_the_default_and_json_s_keys():
     params = SamplingParams.from_optional(temperature=None, top_p=None, max_tokens=None, logit_bias={"7": 1000})
     assert (params.temperature, params.top_p, params.max_tokens) == (1.0, 1.0, None)
     assert params.logit_bias == {7: 100.0}
+    for key in ("--5", "5.0", "9" * 5000):
+        with pytest.raises(ValueError, match=f"logit_bias key='{key}' must be an integer"):
+            SamplingParams.from_optional(logit_bias={key: 1})
     with pytest.raises(TypeError, match="no field 'tempreature'"):
         SamplingParams.from_optional(tempreature=1)
 

@@ -65,6 +65,18 @@ def test_a_row_without_hope_gives_an_id_that_exists(vocab, kernels):
         assert ((ids >= 0) & (ids < vocab)).all() and ids[0] == ids[3] == 0
 
 
+@pytest.mark.parametrize("vocab", [67, 8257], ids=str)
+def test_an_infinite_logit_leaves_nothing_to_draw(vocab, kernels):
+    """Infinite as it comes, or once the temperature is applied: the first of the largest is taken."""
+    fields = [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.5}, {"top_k": 200, "top_p": 0.9}]
+    params = [SamplingParams(**f, temperature=0.01) for f in fields]  # pyright: ignore[reportArgumentType]
+    rows = make_rows(params)
+    for large in (jnp.inf, 2e37):
+        logits = jnp.zeros((len(params), vocab)).at[:, 3].set(1e37).at[:, jnp.array([41, 66])].set(large)
+        for of_backend in (choose(kernels), jax.jit(draw.choose)):
+            assert of_backend(logits, rows).tolist() == [41] * len(params)
+
+
 @pytest.mark.parametrize("vocab", [5003], ids=str)
 def test_logprobs_are_those_of_xla(vocab, kernels):
     rng = np.random.default_rng(vocab)

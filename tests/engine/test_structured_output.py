@@ -17,7 +17,7 @@ from jaxvllm.structured_output.manager import GrammarTokenizer, make_grammar_tok
 from jaxvllm.tokenizer import Tokenizer
 from tests.engine.random_schemas import complete, random_schema
 from tests.engine.tiny_core import EXECUTOR, solo
-from tests.engine.tokenizers_fixture import EOS
+from tests.engine.tokenizers_fixture import EOS, TAG
 
 CHOICES = ["yes", "no", 'may"be', "", "nöt", "<tag>", "a.c", "x|y\n[z]{2}\\d", "(^$*+?)", "/-~#&"]
 TINY = {"executor": EXECUTOR, "multiprocess": False, "device": "cpu", "max_num_batched_tokens": 64}
@@ -130,6 +130,47 @@ def test_each_kind_of_constraint_holds(engine, vocabulary, kind, accepts):
         assert accepts(text), text
         texts.add(output.text)
     assert len(texts) > 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ({"choice": ["a<eos>b"]}, "a<eos>b"),
+        ({"choice": ["<tag>"]}, "<tag>"),
+        ({"regex": "<tag>stone<eos>?"}, "<tag>stone<eos>?"),
+        ({"json": {"const": "<eos>"}}, '"<eos>"'),
+        ({"json": {"const": "<tag>"}, "disable_any_whitespace": True}, '"<tag>"'),
+        ({"grammar": 'start: "<tag>" "z"'}, "<tag>z"),
+    ],
+)
+def test_text_that_spells_a_special_token_is_written_in_letters(engine, kind, expected):
+    (output,) = generate(engine, [params(**kind)])
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
+    assert expected.startswith(output.text) if expected.endswith("?") else output.text == expected
+    assert TAG not in output.token_ids and output.token_ids.index(EOS) == len(output.token_ids) - 1
+
+
+def test_a_schema_may_be_a_truth_value(engine):
+    (output,) = generate(engine, [params(json="true", max_tokens=3)])
+    assert output.finish_reason in ("stop", "length")
+    with pytest.raises(ValueError, match="json=false cannot be followed: Unsatisfiable"):
+        generate(engine, [params(json="false")])
+
+
+def test_an_end_with_an_error_says_what_is_wrong_and_nothing_of_the_parser_s_state(engine):
+    (never,) = generate(engine, [params(regex="[^\\s\\S]")])
+    assert never.finish_reason == "error"
+    assert never.stop_reason == "structured_outputs cannot be followed further: no token may come next"
+    stuck = params(choice=["b"])
+    stuck.allowed_token_ids = [97]
+    (output,) = generate(engine, [stuck])
+    reason = str(output.stop_reason)
+    assert "does not fit structured_outputs" in reason and len(reason) < 300 and "\n" not in reason
+    assert reason.endswith("(min_tokens, allowed_token_ids, bad_words) leave none that does.")
+    optional = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(600)}}
+    (wide,) = generate(engine, [params(json=optional)])
+    assert "cannot be followed further: Parser Error: Current row has" in str(wide.stop_reason)
+    assert "other fields" not in str(wide.stop_reason)
 
 
 def test_additional_properties_can_be_switched_off(engine):
@@ -279,7 +320,8 @@ def test_end_tokens_and_min_tokens_obey_the_grammar_and_each_other(engine):
     assert (ignored.token_ids, ignored.finish_reason) == ([97, 98, *[EOS] * 10], "length")
     # Nothing is allowed that both sides allow: the grammar refuses what was drawn, and the message says so.
     stuck = run(min_tokens=6, structured_outputs={"regex": "ab"})
-    assert stuck.finish_reason == "error" and "does not fit structured_outputs" in str(stuck.stop_reason)
+    assert stuck.finish_reason == "error"
+    assert "does not fit structured_outputs: the text is complete." in str(stuck.stop_reason)
 
 
 BAD = [

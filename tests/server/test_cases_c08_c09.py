@@ -75,7 +75,26 @@ def test_c08_logprobs_are_of_the_raw_logits_and_strict_json(server, params):
 
 def test_c08_more_logprobs_than_allowed_are_refused(server):
     answer = server.post("/v1/completions", GREEDY | {"prompt": PROMPT, "logprobs": 21})
-    assert answer.status == 400 and "logprobs" in answer.error()["message"]
+    assert answer.status == 400 and answer.error()["message"].startswith("logprobs=21 must be at most max_logprobs=20")
+    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 30}
+    error = server.post("/v1/chat/completions", body).error()
+    assert error["param"] == "top_logprobs" and error["message"].startswith("top_logprobs=30 must be at most")
+
+
+def test_logprob_token_ids_are_shown_in_both_apis(server):
+    fields = {"logprob_token_ids": [7, 9], "max_tokens": 2, "return_tokens_as_token_ids": True}
+    for logprobs in (0, 2):
+        tops = complete(server, prompt=PROMPT, logprobs=logprobs, **fields)["logprobs"]["top_logprobs"]
+        assert len(tops) == 2 and all({"token_id:7", "token_id:9"} <= set(top) for top in tops)
+    body = GREEDY | {"messages": [{"role": "user", "content": "a"}], "logprobs": True} | fields
+    [choice] = strict(server.post("/v1/chat/completions", body).body)["choices"]
+    for entry in choice["logprobs"]["content"]:
+        assert {"token_id:7", "token_id:9"} <= {top["token"] for top in entry["top_logprobs"]}
+
+
+def test_an_unknown_custom_argument_is_refused_by_the_servers_name_for_it(server):
+    error = server.post("/v1/completions", {"prompt": PROMPT, "vllm_xargs": {"a": 1}}).error()
+    assert error["param"] == "vllm_xargs" and error["message"].startswith("vllm_xargs has the key 'a'")
 
 
 def test_c08_chat_logprobs_without_top_logprobs_have_empty_lists(server):

@@ -51,3 +51,22 @@ def test_the_first_of_several_bad_parts_is_named():
     assert (error.param, error.message) == ("top_p", "top_p='c': Input should be a valid number.")
     error = error_of(CompletionRequest, prompt="a", stop_token_ids=[1, "b", "c"])
     assert error.message == "stop_token_ids.1='b': Input should be a valid integer."
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "logprob_token_ids needs logprobs=0, or their number, 2."),
+        ({"logprobs": 3}, "logprob_token_ids needs logprobs=0, or their number, 2."),
+    ],
+)
+def test_completions_ask_for_listed_logprobs_with_their_number(fields, message):
+    error = error_of(CompletionRequest, prompt="a", logprob_token_ids=[5, 6], **fields)
+    assert (error.param, error.message) == ("logprob_token_ids", message)
+
+
+def test_chats_ask_for_listed_logprobs_with_their_number():
+    error = error_of(
+        ChatCompletionRequest, messages=[{"role": "user"}], logprobs=True, logprob_token_ids=[5, 6], top_logprobs=3
+    )
+    assert error.param == "top_logprobs" and "must be the number of logprob_token_ids, 2" in error.message
