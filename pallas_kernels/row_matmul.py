@@ -1,4 +1,4 @@
-"""Products of 16 to 256 rows with weight matrices as Pallas Mosaic GPU kernels (Hopper), one a product.
+"""Products of 16 to 256 rows with weight matrices as Pallas Mosaic GPU kernels (Hopper), one a product or one for all.
 
 With so few rows a product takes hardly longer than reading the weights, if nothing else takes time: norm, bias,
 activation, gate and residual are part of the kernel, and so is the beginning of the next stage's norm.
@@ -12,12 +12,15 @@ the results of a share of the rows, the parts always added in the same order: th
 A norm is no kernel: what the product before ends with, times the norm's weight, is its second result, and the sums of
 squares of each unit its third. Products are linear, so the next one divides by the root of their mean at its end.
 
+In a kernel of several products, CTAs take x of the next one as soon as all have stored it (they are all resident: one
+an SM). Weights wait for nobody: the warp that copies them runs ahead, across products.
+
 Letters: T rows (tokens)  K inputs  N outputs
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +29,18 @@ from jax import lax
 from pallas_kernels import reference_matmul
 from pallas_kernels.common import PRODUCT_ROWS, Ref, kernel, pl, plgpu, swizzled_smem
 from pallas_kernels.layer_slice import as_stack
-from pallas_kernels.matmul_arrivals import arrive, wait_for_parts
+from pallas_kernels.matmul_arrivals import arrive, reset_arrivals, wait_for_arrivals, wait_for_parts
 from pallas_kernels.matmul_sizes import layer_numbers
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.row_matmul_end import Place, Results, write_rstd
-from pallas_kernels.row_matmul_sizes import TURNED_STRIDE, RowMatmulRefs, RowMatmulSizes, make_sizes
+from pallas_kernels.row_matmul_sizes import (
+    MAX_STAGES,
+    TURNED_STRIDE,
+    RowMatmulRefs,
+    RowMatmulSizes,
+    make_sizes,
+    stages_by_kernel,
+)
 from pallas_kernels.tuning import RowMatmulConfig
 
 
@@ -55,83 +65,86 @@ def matmul_stages(
     Returns:
       [T, N] of each stage.
     """
-    results = []
+    results: list[jax.Array] = []
     x, squares = reference_matmul.norm(x, stages[0]), None
-    for stage, after in zip(stages, (*stages[1:], None), strict=True):
-        following = None if after is None or after.norm_weight is None else after
-        made = _run(x, squares, stage, following, residual, arrivals, config, interpret)
-        results.append(made["out"])
-        residual = made["out"] if stage.adds_residual else residual
-        x, squares = made.get("normed", made["out"]), made.get("next_squares")
+    for chain in stages_by_kernel(len(x), stages, config):
+        after = stages[len(results) + len(chain) :]
+        following = after[0] if after and after[0].norm_weight is not None else None
+        made = _run(x, squares, chain, following, residual, arrivals, config, interpret)
+        for i, stage in enumerate(chain):
+            results.append(made[f"out{i}"])
+            residual = results[-1] if stage.adds_residual else residual
+        last = len(chain) - 1
+        x, squares = made.get(f"normed{last}", results[-1]), made.get(f"next_squares{last}")
     return tuple(results)
 
 
 def _run(
     x: jax.Array,
     squares: jax.Array | None,
-    stage: MatmulStage,
+    stages: tuple[MatmulStage, ...],
     following: MatmulStage | None,
     residual: jax.Array | None,
     arrivals: jax.Array,
     config: RowMatmulConfig,
     interpret: bool,
 ) -> dict[str, jax.Array]:
-    """What RowMatmulRefs calls out, and normed and next_squares if the next stage norms it."""
-    layers, indices = layer_numbers((stage,) if following is None else (stage, following))
+    """The results of stages that are one kernel: what RowMatmulRefs calls out, normed and next_squares, by number."""
+    layers, indices = layer_numbers(stages if following is None else (*stages, following))
     num_squares = 0 if squares is None else len(squares)
-    cut = functools.partial(make_sizes, num_squares=num_squares, layer_indices=indices, config=config)
-    sizes = cut(len(x), x.dtype, stage, following)
-    layer = layers[indices[0]]
-    operands = {"layers": jnp.stack(layers), "squares": squares}
-    if stage.bias is not None:
-        operands["bias"] = as_stack(stage.bias.reshape(-1), layer)
-    if stage.adds_residual:
-        operands["residual"] = residual
-    of_result = jax.ShapeDtypeStruct((sizes.num_rows, sizes.num_outputs), sizes.dtype)
-    results = {"out": of_result}
-    if following is not None:
-        assert following.norm_weight is not None
-        operands["next_norm"] = as_stack(following.norm_weight, layers[indices[1]])
-        results["normed"] = of_result
-        results["next_squares"] = jax.ShapeDtypeStruct((sizes.num_units, sizes.num_rows), jnp.float32)
+    chain = make_sizes(
+        len(x), x.dtype, stages, following, num_squares=num_squares, layer_indices=indices, config=config
+    )
+    product = {"x": x, "layers": jnp.stack(layers)}
+    operands = {"squares": squares, "residual": residual if any(stage.adds_residual for stage in stages) else None}
+    results, partials = {}, {}
+    for i, (stage, after, sizes) in enumerate(zip(stages, (*stages[1:], following), chain, strict=True)):
+        layer = layers[indices[i]]
+        # Layers and ways are one dimension: a copy has no more than five, of which tiles take four.
+        weight = as_stack(stage.weight, layer)
+        product[f"weight{i}"] = weight.reshape(-1, sizes.num_outputs, sizes.num_inputs)
+        if stage.bias is not None:
+            operands[f"bias{i}"] = as_stack(stage.bias.reshape(-1), layer)
+        of_result = jax.ShapeDtypeStruct((sizes.num_rows, sizes.num_outputs), sizes.dtype)
+        results[f"out{i}"] = of_result
+        if after is not None and after.norm_weight is not None:
+            operands[f"next_norm{i}"] = as_stack(after.norm_weight, layers[indices[i + 1]])
+            results[f"normed{i}"] = of_result
+            results[f"next_squares{i}"] = jax.ShapeDtypeStruct((sizes.num_units, sizes.num_rows), jnp.float32)
+        if sizes.parts > 1:
+            shape = (sizes.num_groups, sizes.parts, sizes.tokens, PRODUCT_ROWS)
+            partials[f"partials{i}"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     operands = {name: operand for name, operand in operands.items() if operand is not None}
-    weight = as_stack(stage.weight.reshape(-1, stage.weight.shape[-1]), layer)
-    product = {"x": x, "weight": weight, "layers": operands["layers"]}
-    shape = (sizes.num_groups, sizes.parts, sizes.tokens, PRODUCT_ROWS)
-    partials = {"partials": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    call = functools.partial(_call, sizes, interpret=interpret)
-    if sizes.parts == 1:
+    call = functools.partial(_call, chain, interpret=interpret)
+    if not partials and len(chain) == 1:
         return call(_multiply, product | operands, results, num_threads=2)
     if config.wait_for_parts:
         return call(_multiply, product | operands | {"arrivals": arrivals}, results | partials, num_threads=2)
     parts = call(_multiply, product, partials, num_threads=2)
-    return call(_add_parts, operands | parts, results, num_threads=1)
+    return call(_add_parts, operands | {"layers": product["layers"]} | parts, results, num_threads=1)
 
 
 def _call(
-    sizes: RowMatmulSizes,
-    body: Callable[[RowMatmulSizes, RowMatmulRefs], None],
+    chain: tuple[RowMatmulSizes, ...],
+    body: Callable[[list["_Stage"]], None],
     operands: dict[str, jax.Array],
     results: dict[str, jax.ShapeDtypeStruct],
     *,
     num_threads: int,
     interpret: bool,
 ) -> dict[str, jax.Array]:
-    """A kernel whose operands and results are fields of RowMatmulRefs."""
+    """A kernel whose operands and results are fields of RowMatmulRefs, of the stages' by number."""
     names = (*operands, *results)
 
     def named(*refs: Ref) -> None:
-        by_name = dict(zip(names, refs, strict=True))
-        # Read once, long before the first copy asks for one.
-        layers = [by_name["layers"][i] for i in range(by_name["layers"].shape[0])]
-        body(sizes, RowMatmulRefs(**by_name | {"layers": layers}))
+        body(_stages_of(chain, dict(zip(names, refs, strict=True))))
 
     outs = kernel(
         named,
         name="row_matmul",
         out_type=list(results.values()),
         mesh=plgpu.Mesh(
-            grid=(sizes.num_ctas,),
+            grid=(chain[0].grid,),
             grid_names=("cta",),
             num_threads=num_threads,
             thread_name="warpgroup",
@@ -141,124 +154,220 @@ def _call(
     return dict(zip(results, outs, strict=True))
 
 
-def _multiply(sizes: RowMatmulSizes, refs: RowMatmulRefs) -> None:
-    """One warpgroup computes, two warps of the other copy. Nobody does anything for a layer -1."""
-    place, is_there = Place.of_cta(sizes), refs.layer(sizes) >= 0
+class _Stage(NamedTuple):
+    """A product of the kernel, and what this CTA computes of it."""
 
-    def scoped(weights: Ref, xs: Ref, turned: Ref, rstd: Ref, weights_full: Ref, xs_full: Ref, free: Ref) -> None:
+    sizes: RowMatmulSizes
+    refs: RowMatmulRefs
+    place: Place
+
+
+def _stages_of(chain: tuple[RowMatmulSizes, ...], by_name: dict[str, Ref]) -> list[_Stage]:
+    """Each stage takes what the one before gives; the last sum is the residual."""
+    # Read once, long before the first copy asks for one.
+    layers = [by_name["layers"][i] for i in range(by_name["layers"].shape[0])]
+    x, squares, residual = by_name.get("x"), by_name.get("squares"), by_name.get("residual")
+    stages = []
+    for i, sizes in enumerate(chain):
+        names = ("weight", "bias", "next_norm", "partials", "out", "normed", "next_squares")
+        own = {name: by_name.get(f"{name}{i}") for name in names}
+        refs = RowMatmulRefs(
+            layers=layers, x=x, squares=squares, residual=residual, arrivals=by_name.get("arrivals"), **own
+        )
+        stages.append(_Stage(sizes, refs, Place.of_cta(sizes, refs)))
+        x = refs.out if refs.normed is None else refs.normed
+        squares, residual = refs.next_squares, refs.out if sizes.adds_residual else residual
+    return stages
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and barriers of a CTA."""
+
+    weights: Ref  # the ring
+    gated: Ref  # the same bytes as [slots, 2, 32, inputs], if whole tiles are copied
+    xs: Ref
+    turned: Ref  # a unit's results, turned around
+    rstd: Ref
+    weights_full: Ref
+    xs_full: Ref
+    free: Ref
+
+
+def _multiply(stages: list[_Stage]) -> None:
+    """One warpgroup computes, two warps of the other copy."""
+    sizes = stages[0].sizes
+    num_slots = sizes.num_slots
+    has_views = sizes.copies == 1 and any(stage.sizes.is_gated for stage in stages)
+
+    def scoped(ring: Ref, *rest: Ref) -> None:
+        scratch = _Scratch(*(tuple(ring) if has_views else (ring, None)), *rest)
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(jnp.logical_and(warpgroup == 0, is_there))
+        @pl.when(warpgroup == 0)
         def _():
-            multiply = functools.partial(_sums, sizes, weights, xs, weights_full, xs_full, free)
-            if refs.out is None:
-                _store_part(refs, place, multiply())
-                return
-            results = Results(sizes, refs, place)
-            if sizes.num_squares:
-                write_rstd(sizes, refs, place, rstd)
-            if sizes.parts == 1:
-                turned.at[:, pl.ds(0, PRODUCT_ROWS)].transpose((1, 0))[...] = multiply()
-                plgpu.commit_smem()
-                results.store(lambda rows, columns: [turned.at[rows, columns]], rstd)
-                return
-            _store_part(refs, place, multiply())
-            arrive(refs.arrivals, place.group)
+            used = jnp.int32(0)
+            for index, stage in enumerate(stages):
+                followed_by = stages[index + 1] if index + 1 < len(stages) else None
+                pl.when(stage.place.is_there)(functools.partial(_compute, stage, scratch, used, followed_by, index))
+                used = used + jnp.where(stage.place.is_there, stage.sizes.steps, 0)
 
-            @pl.when(place.part < sizes.num_enders)
-            def _():
-                wait_for_parts(refs.arrivals, place.group, sizes.parts, sizes.num_enders)
-                results.store(functools.partial(_parts, sizes, refs, place), rstd)
-
-        @pl.when(jnp.logical_and(warpgroup == 1, is_there))
+        @pl.when(warpgroup == 1)
         def _():
             def warp_body(warp: jax.Array) -> None:
-                copy_weights = functools.partial(_copy_weights, sizes, refs, place, weights, weights_full)
-                copy_x = functools.partial(_copy_x, sizes, refs, place, xs, xs_full)
-                pl.when(warp == 0)(functools.partial(_fill_ring, sizes, free, copy_weights))
-                pl.when(warp == 1)(functools.partial(_fill_ring, sizes, free, copy_x))
+                pl.when(warp == 0)(functools.partial(_fill_ring, stages, scratch, _copy_weights, waits=False))
+                pl.when(warp == 1)(functools.partial(_fill_ring, stages, scratch, _copy_x, waits=True))
 
             plgpu.warp_map(warp_body)
 
-    num_slots = sizes.num_slots
+    ring = swizzled_smem(num_slots, PRODUCT_ROWS, sizes.slot_inputs, dtype=sizes.dtype)
+    if has_views:
+        gated = swizzled_smem(num_slots, 2, PRODUCT_ROWS // 2, sizes.slot_inputs, dtype=sizes.dtype)
+        ring = plgpu.RefUnion(ring, gated)
+    has_turned = any(stage.sizes.parts == 1 for stage in stages)
+    has_rstd = any(stage.sizes.num_squares for stage in stages)
     pl.run_scoped(
         scoped,
-        swizzled_smem(num_slots, PRODUCT_ROWS, sizes.slot_inputs, dtype=sizes.dtype),
+        ring,
         swizzled_smem(num_slots, sizes.tokens, sizes.slot_inputs, dtype=sizes.dtype),
-        plgpu.SMEM((sizes.tokens, TURNED_STRIDE), jnp.float32) if sizes.parts == 1 else None,
-        plgpu.SMEM((sizes.tokens,), jnp.float32) if sizes.num_squares else None,
-        plgpu.Barrier(num_arrivals=sizes.ways, num_barriers=num_slots),
+        plgpu.SMEM((sizes.tokens, TURNED_STRIDE), jnp.float32) if has_turned else None,
+        plgpu.SMEM((sizes.tokens,), jnp.float32) if has_rstd else None,
+        plgpu.Barrier(num_arrivals=sizes.copies, num_barriers=num_slots),
         plgpu.Barrier(num_barriers=num_slots),
         plgpu.Barrier(num_barriers=num_slots),
         collective_axes="warpgroup",
     )
 
 
-def _fill_ring(sizes: RowMatmulSizes, free: Ref, copy: Callable[[jax.Array, jax.Array], None]) -> None:
-    """One warp: copy(step, slot) for all steps, as slots become free."""
+def _compute(stage: _Stage, scratch: _Scratch, used: jax.Array, followed_by: _Stage | None, index: int) -> None:
+    """A stage of one CTA; `used`: slots of the ring that the stages before have used."""
+    sizes, refs, place = stage
+    if index:
+        # When its x is there, the stage before is complete: all that is read below.
+        plgpu.barrier_wait(scratch.xs_full.at[lax.rem(used, jnp.int32(sizes.num_slots))])
+    multiply = functools.partial(_sums, sizes, scratch, used, index > 0)
+    if refs.out is None:
+        _store_part(refs, place, multiply())
+        return
+    results = Results(sizes, refs, place)
+    if sizes.num_squares:
+        write_rstd(sizes, refs, place, scratch.rstd)
+    if sizes.parts == 1:
+        scratch.turned.at[:, pl.ds(0, PRODUCT_ROWS)].transpose((1, 0))[...] = multiply()
+        plgpu.commit_smem()
+        results.store(lambda rows, columns: [scratch.turned.at[rows, columns]], scratch.rstd)
+        _tell(stage, followed_by, index)
+        return
+    _store_part(refs, place, multiply())
+    arrive(refs.arrivals, MAX_STAGES + place.group)
 
-    def step(i: jax.Array, _: None) -> None:
-        slot = lax.rem(i, jnp.int32(sizes.num_slots))
+    @pl.when(place.part < sizes.num_enders)
+    def _():
+        wait_for_parts(refs.arrivals, MAX_STAGES + place.group, sizes.parts, sizes.num_enders)
+        results.store(functools.partial(_parts, sizes, refs, place), scratch.rstd)
+        _tell(stage, followed_by, index)
 
-        @pl.when(i >= sizes.num_slots)
-        def _():
-            plgpu.barrier_wait(free.at[slot])
 
-        copy(i, slot)
+def _tell(stage: _Stage, followed_by: _Stage | None, index: int) -> None:
+    """Tell the CTAs of the next stage, if there is one, that results are stored."""
+    if followed_by is not None:
+        is_next = followed_by.refs.layer(followed_by.sizes) >= 0
+        pl.when(is_next)(lambda: arrive(stage.refs.arrivals, index))
 
-    lax.fori_loop(0, sizes.steps, step, None)
+
+def _fill_ring(
+    stages: list[_Stage],
+    scratch: _Scratch,
+    copy: Callable[[_Stage, _Scratch, jax.Array, jax.Array], None],
+    *,
+    waits: bool,
+) -> None:
+    """One warp: copy(stage, scratch, step, slot) for all steps, as slots become free.
+
+    `waits`: each stage's copies wait until the stage before is complete.
+    """
+    num_slots, free = stages[0].sizes.num_slots, scratch.free
+    copied = jnp.int32(0)
+    for index, stage in enumerate(stages):
+        if waits and index:
+            before = stages[index - 1]
+            num_arrivals = before.sizes.num_groups * (before.sizes.num_enders if before.sizes.parts > 1 else 1)
+            pl.when(stage.place.is_there)(
+                functools.partial(wait_for_arrivals, stage.refs.arrivals, index - 1, num_arrivals)
+            )
+
+        def step(i: jax.Array, copied: jax.Array, stage: _Stage = stage) -> jax.Array:
+            slot = lax.rem(copied, jnp.int32(num_slots))
+
+            @pl.when(copied >= num_slots)
+            def _():
+                plgpu.barrier_wait(free.at[slot])
+
+            copy(stage, scratch, i, slot)
+            return copied + 1
+
+        copied = lax.fori_loop(0, jnp.where(stage.place.is_there, stage.sizes.steps, 0), step, copied)
 
     # Every completion of a barrier has to be waited for before the CTA ends.
     def drain(i: jax.Array, _: None) -> None:
-        plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(sizes.num_slots))])
+        plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(num_slots))])
 
-    lax.fori_loop(sizes.steps - sizes.num_slots, sizes.steps, drain, None)
+    lax.fori_loop(jnp.maximum(copied - num_slots, 0), copied, drain, None)
+    if waits and len(stages) > 1:
+        reset_arrivals(stages[0].refs.arrivals, len(stages) - 1, stages[0].sizes.grid)
 
 
 def _inputs(sizes: RowMatmulSizes, place: Place, step: jax.Array) -> Any:
     return pl.ds((place.part * sizes.steps + step) * sizes.slot_inputs, sizes.slot_inputs)
 
 
-def _copy_weights(
-    sizes: RowMatmulSizes, refs: RowMatmulRefs, place: Place, weights: Ref, full: Ref, step: jax.Array, slot: jax.Array
-) -> None:
-    """The rows of each way one below the other."""
-    for way in range(sizes.ways):
-        rows = pl.ds(way * sizes.num_outputs + place.unit * sizes.columns, sizes.columns)
-        source = refs.weight.at[refs.of_layer(sizes, refs.weight), rows, _inputs(sizes, place, step)]
-        target = weights.at[slot, pl.ds(way * sizes.columns, sizes.columns)]
-        plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+def _copy_weights(stage: _Stage, scratch: _Scratch, step: jax.Array, slot: jax.Array) -> None:
+    """64 rows; those of a gate and those of what it gates one below the other."""
+    sizes, refs, place = stage
+    full, inputs, first = scratch.weights_full.at[slot], _inputs(sizes, place, step), refs.first_way(sizes)
+    if sizes.is_gated and scratch.gated is not None:
+        rows = pl.ds(place.unit * sizes.columns, sizes.columns)
+        plgpu.copy_gmem_to_smem(refs.weight.at[pl.ds(first, 2), rows, inputs], scratch.gated.at[slot], full)
+        return
+    num_rows = PRODUCT_ROWS // sizes.copies
+    for i in range(sizes.copies):
+        way, first_row = (i, 0) if sizes.is_gated else (0, i * num_rows)
+        rows = pl.ds(place.unit * sizes.columns + first_row, num_rows)
+        target = scratch.weights.at[slot, pl.ds(i * num_rows, num_rows)]
+        plgpu.copy_gmem_to_smem(refs.weight.at[first + way, rows, inputs], target, full)
 
 
-def _copy_x(
-    sizes: RowMatmulSizes, refs: RowMatmulRefs, place: Place, xs: Ref, full: Ref, step: jax.Array, slot: jax.Array
-) -> None:
+def _copy_x(stage: _Stage, scratch: _Scratch, step: jax.Array, slot: jax.Array) -> None:
+    sizes, refs, place = stage
     source = refs.x.at[pl.ds(place.first_token, sizes.tokens), _inputs(sizes, place, step)]
-    plgpu.copy_gmem_to_smem(source, xs.at[slot], full.at[slot])
+    plgpu.copy_gmem_to_smem(source, scratch.xs.at[slot], scratch.xs_full.at[slot])
 
 
-def _sums(sizes: RowMatmulSizes, weights: Ref, xs: Ref, weights_full: Ref, xs_full: Ref, free: Ref) -> jax.Array:
-    """f32[64, tokens] of a part of K, in registers that hold one number each, so that they can be stored turned."""
+def _sums(sizes: RowMatmulSizes, scratch: _Scratch, used: jax.Array, has_first_x: bool) -> jax.Array:
+    """f32[64, tokens] of a part of K, in registers that hold one number each, so that they can be stored turned.
+
+    `has_first_x`: that x is in the first slot has been waited for.
+    """
 
     def slot_of(step: jax.Array | int) -> jax.Array:
-        return lax.rem(jnp.int32(step), jnp.int32(sizes.num_slots))
+        return lax.rem(used + step, jnp.int32(sizes.num_slots))
 
     def body(acc: Ref) -> jax.Array:
         def multiply(step: jax.Array | int) -> None:
             slot = slot_of(step)
-            plgpu.barrier_wait(weights_full.at[slot])
-            plgpu.barrier_wait(xs_full.at[slot])
-            plgpu.wgmma(acc, weights.at[slot], xs.at[slot].transpose((1, 0)))
+            plgpu.barrier_wait(scratch.weights_full.at[slot])
+            if not (has_first_x and isinstance(step, int)):
+                plgpu.barrier_wait(scratch.xs_full.at[slot])
+            plgpu.wgmma(acc, scratch.weights.at[slot], scratch.xs.at[slot].transpose((1, 0)))
 
         def next_step(step: jax.Array, _: None) -> None:
             multiply(step)
             plgpu.wgmma_wait(1)
-            plgpu.barrier_arrive(free.at[slot_of(step - 1)])
+            plgpu.barrier_arrive(scratch.free.at[slot_of(step - 1)])
 
         multiply(0)
         lax.fori_loop(1, sizes.steps, next_step, None)
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(free.at[slot_of(sizes.steps - 1)])
+        plgpu.barrier_arrive(scratch.free.at[slot_of(sizes.steps - 1)])
         return plgpu.layout_cast(acc[...], plgpu.Layout._WGMMA_ACC_32BIT)
 
     return pl.run_scoped(body, plgpu.ACC((PRODUCT_ROWS, sizes.tokens), jnp.float32))
@@ -272,12 +381,12 @@ def _parts(sizes: RowMatmulSizes, refs: RowMatmulRefs, place: Place, rows: Any, 
     return [refs.partials.at[place.group, part, rows, columns] for part in range(sizes.parts)]
 
 
-def _add_parts(sizes: RowMatmulSizes, refs: RowMatmulRefs) -> None:
+def _add_parts(stages: list[_Stage]) -> None:
     """A kernel of its own that ends what _multiply began: for the interpreter, which has no atomics."""
-    place = Place.of_cta(sizes)
+    ((sizes, refs, place),) = stages
 
     def scoped(rstd: Ref) -> None:
-        @pl.when(jnp.logical_and(place.part < sizes.num_enders, refs.layer(sizes) >= 0))
+        @pl.when(jnp.logical_and(place.part < sizes.num_enders, place.is_there))
         def _():
             if sizes.num_squares:
                 write_rstd(sizes, refs, place, rstd)

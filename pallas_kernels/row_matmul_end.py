@@ -24,19 +24,26 @@ _SQUARES_AT_ONCE = 16  # for loads to overlap
 class Place:
     """What a CTA computes: a unit of outputs of some tokens, from a part of K."""
 
+    is_there: jax.Array  # otherwise nothing, and the rest means nothing
     part: jax.Array
     group: jax.Array
     unit: jax.Array
     first_token: jax.Array
 
     @classmethod
-    def of_cta(cls, sizes: RowMatmulSizes) -> "Place":
-        """CTAs that share a unit follow each other."""
+    def of_cta(cls, sizes: RowMatmulSizes, refs: RowMatmulRefs) -> "Place":
+        """CTAs that share a unit follow each other. Nobody does anything for a layer -1."""
         cta = lax.axis_index("cta")
+        if sizes.first_cta:
+            cta = cta + (sizes.grid - sizes.first_cta)
+            cta = jnp.where(cta >= sizes.grid, cta - sizes.grid, cta)
         group = div(cta, sizes.parts)
         token_tile = div(group, sizes.num_units)
         unit = group - token_tile * sizes.num_units
-        return cls(cta - group * sizes.parts, group, unit, token_tile * sizes.tokens)
+        is_there = refs.layer(sizes) >= 0
+        if sizes.num_ctas < sizes.grid:
+            is_there = jnp.logical_and(is_there, cta < sizes.num_ctas)
+        return cls(is_there, cta - group * sizes.parts, group, unit, token_tile * sizes.tokens)
 
 
 @functools.cache

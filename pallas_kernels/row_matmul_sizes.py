@@ -1,10 +1,11 @@
-"""The static sizes of a product of 16 to 256 rows with a weight matrix, and what its kernel serves.
+"""The static sizes of products of 16 to 256 rows with weight matrices, and what their kernels serve.
 
 Letters: T rows (tokens)  K inputs  N outputs
 """
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ from pallas_kernels.layer_slice import place_in
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.tuning import RowMatmulConfig
 
-# Counters of parts; as many groups of thread blocks may share a product at most.
-NUM_COUNTERS = 128
+# Counters: of the stages of a kernel, and of groups of thread blocks that share a product, so many at most.
+MAX_STAGES = 4
+MAX_GROUPS = 128
+NUM_COUNTERS = MAX_STAGES + MAX_GROUPS
 MAX_ROWS = 256
 _ATOM_INPUTS = 64  # 128 bytes, which copies and tensor cores take as one
 # Numbers of a row of the tile that turns results around: 4 more than 64, so that neither side meets itself in a bank.
@@ -33,8 +36,11 @@ class RowMatmulSizes:
     num_outputs: int
     tokens: int  # rows of x that a CTA takes
     parts: int  # of K
+    grid: int  # thread blocks of the kernel
+    first_cta: int  # the one that the first group begins with
     tile: int  # atoms of K that a slot of the ring holds
     num_slots: int
+    copies: int  # of weights that fill a slot
     is_gated: bool
     activation: str | None
     adds_residual: bool
@@ -48,7 +54,7 @@ class RowMatmulSizes:
     @property
     def ways(self) -> int:
         """Weight rows of an output: 2 with a gate."""
-        return 2 if self.is_gated else 1
+        return _ways(self)
 
     @property
     def columns(self) -> int:
@@ -67,7 +73,7 @@ class RowMatmulSizes:
 
     @property
     def num_ctas(self) -> int:
-        """All thread blocks."""
+        """Thread blocks that take part."""
         return self.num_groups * self.parts
 
     @property
@@ -105,7 +111,7 @@ class RowMatmulRefs:
 
     layers: list[jax.Array]  # i32[] each
     x: Ref = None  # [T, K]; already multiplied by the weights of its norm
-    weight: Ref = None  # [L or 1, ways * N, K]
+    weight: Ref = None  # [L * ways or ways, N, K]
     arrivals: Ref = None  # i32[...]
     squares: Ref = None  # f32[units of the stage before, T] sums of squares of what x was
     bias: Ref = None  # [L or 1, ways * N]
@@ -120,13 +126,21 @@ class RowMatmulRefs:
         """Of the weights; -1: there is nothing to do."""
         return self.layers[sizes.layer_index]
 
+    def first_way(self, sizes: RowMatmulSizes) -> jax.Array | int:
+        """The first index into the weight, of the layer's first way."""
+        return self.layer(sizes) * sizes.ways if self.weight.shape[0] > sizes.ways else 0
+
     def of_layer(self, sizes: RowMatmulSizes, stack: Ref) -> jax.Array | int:
-        """The first index into the weight or the bias."""
+        """The first index into the bias."""
         return place_in(stack, self.layer(sizes))
 
     def of_next_layer(self, sizes: RowMatmulSizes) -> jax.Array | int:
         """The first index into next_norm, whatever it is if there is no next layer."""
         return place_in(self.next_norm, jnp.maximum(self.layers[sizes.next_layer_index], 0))
+
+
+def _ways(stage: MatmulStage | RowMatmulSizes) -> int:
+    return 2 if stage.is_gated else 1
 
 
 def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[MatmulStage, ...]) -> str | None:
@@ -140,81 +154,116 @@ def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[Matmul
         if stage.activation == "gelu":
             return "activation gelu, only its approximation by tanh has a kernel"
         num_outputs, num_inputs = stage.weight.shape[-2:]
-        columns = PRODUCT_ROWS // (2 if stage.is_gated else 1)
+        columns = PRODUCT_ROWS // _ways(stage)
         if num_outputs % columns or num_inputs % _ATOM_INPUTS:
             shape = f"{num_inputs} inputs and {num_outputs} outputs"
             return f"{shape}, only multiples of {_ATOM_INPUTS} and {columns} have kernels"
     return None
 
 
+def stages_by_kernel(
+    num_rows: int, stages: tuple[MatmulStage, ...], config: RowMatmulConfig
+) -> list[tuple[MatmulStage, ...]]:
+    """Which stages are one kernel: all, if the thread blocks of each are resident at once; else each by itself."""
+    cuts = [_cut(num_rows, stage, config) for stage in stages]
+    are_resident = all(cut.num_groups * cut.parts <= config.num_ctas for cut in cuts)
+    if config.one_kernel and len(stages) <= MAX_STAGES and are_resident:
+        return [stages]
+    return [(stage,) for stage in stages]
+
+
 def make_sizes(
     num_rows: int,
     dtype: Any,
-    stage: MatmulStage,
+    stages: tuple[MatmulStage, ...],
     following: MatmulStage | None,
     *,
     num_squares: int,
     layer_indices: list[int],
     config: RowMatmulConfig,
-) -> RowMatmulSizes:
-    """Cut a product.
+) -> tuple[RowMatmulSizes, ...]:
+    """Cut the products of a kernel. Each stage begins on the thread block behind the last one of the stage before.
 
     Args:
-      following: the next stage, if it norms what this one gives.
+      following: the stage after them, if it norms what the last one gives.
       num_squares: units whose sums of squares belong to x; 0 where x needs no norm.
-      layer_indices: of `stage` and of `following`.
+      layer_indices: of `stages` and of `following`.
     """
-    num_outputs, num_inputs = stage.weight.shape[-2:]
-    tokens = max(n for n in range(ATOM, min(num_rows, config.max_tokens) + 1, ATOM) if num_rows % n == 0)
-    num_units = num_outputs * (2 if stage.is_gated else 1) // PRODUCT_ROWS
-    num_groups = num_units * (num_rows // tokens)
-    parts = _parts_of(num_inputs // _ATOM_INPUTS, tokens, num_groups, config)
-    turned_bytes = 4 * TURNED_STRIDE * tokens if parts == 1 else 0
-    atoms = num_inputs // (_ATOM_INPUTS * parts)
-    tile, num_slots = _ring_of(
-        atoms, 2 * _ATOM_INPUTS * (PRODUCT_ROWS + tokens), config.smem_bytes - turned_bytes, config
-    )
-    return RowMatmulSizes(
-        num_rows=num_rows,
-        num_inputs=num_inputs,
-        num_outputs=num_outputs,
-        tokens=tokens,
-        parts=parts,
-        tile=tile,
-        num_slots=num_slots,
-        is_gated=stage.is_gated,
-        activation=stage.activation,
-        adds_residual=stage.adds_residual,
-        eps=stage.eps,
-        num_squares=num_squares,
-        next_unit_offset=following is not None and following.unit_offset,
-        dtype=dtype,
-        layer_index=layer_indices[0],
-        next_layer_index=layer_indices[-1],
-    )
+    cuts = [_cut(num_rows, stage, config) for stage in stages]
+    tokens = cuts[0].tokens
+    turned_bytes = 4 * TURNED_STRIDE * tokens if any(cut.parts == 1 for cut in cuts) else 0
+    room = config.smem_bytes - turned_bytes
+    tile, num_slots = _ring_of([cut.atoms for cut in cuts], 2 * _ATOM_INPUTS * (PRODUCT_ROWS + tokens), room, config)
+    made: list[RowMatmulSizes] = []
+    first_cta, is_one = 0, len(stages) == 1
+    for i, (stage, after, cut) in enumerate(zip(stages, (*stages[1:], following), cuts, strict=True)):
+        num_outputs, num_inputs = stage.weight.shape[-2:]
+        has_squares = made and stage.norm_weight is not None
+        num_ctas = cut.num_groups * cut.parts
+        made.append(
+            RowMatmulSizes(
+                num_rows=num_rows,
+                num_inputs=num_inputs,
+                num_outputs=num_outputs,
+                tokens=tokens,
+                parts=cut.parts,
+                grid=num_ctas if is_one else config.num_ctas,
+                first_cta=first_cta,
+                tile=tile,
+                num_slots=num_slots,
+                copies=1 if config.copy_whole_tiles else max(_ways(stage) for stage in stages),
+                is_gated=stage.is_gated,
+                activation=stage.activation,
+                adds_residual=stage.adds_residual,
+                eps=stage.eps,
+                num_squares=made[-1].num_units if has_squares else 0 if made else num_squares,
+                next_unit_offset=after is not None and after.unit_offset,
+                dtype=dtype,
+                layer_index=layer_indices[i],
+                next_layer_index=layer_indices[min(i + 1, len(layer_indices) - 1)],
+            )
+        )
+        first_cta = (first_cta + num_ctas) % config.num_ctas
+    return tuple(made)
 
 
-def _parts_of(atoms: int, tokens: int, num_groups: int, config: RowMatmulConfig) -> int:
-    """Into how many parts K is cut: where a CTA reads least, counting what an exchange costs as bytes.
+class _Cut(NamedTuple):
+    """How a product is shared by thread blocks."""
+
+    tokens: int  # rows of x that one takes
+    num_groups: int
+    parts: int
+    atoms: int  # of K, in a part
+
+
+def _cut(num_rows: int, stage: MatmulStage, config: RowMatmulConfig) -> _Cut:
+    """The parts of K are those with which a CTA reads least, counting what an exchange costs as bytes.
 
     All CTAs that wait for each other have to be resident.
     """
+    num_outputs, num_inputs = stage.weight.shape[-2:]
+    tokens = max(n for n in range(ATOM, min(num_rows, config.max_tokens) + 1, ATOM) if num_rows % n == 0)
+    num_units = num_outputs * _ways(stage) // PRODUCT_ROWS
+    num_groups = num_units * (num_rows // tokens)
+    atoms = num_inputs // _ATOM_INPUTS
 
     def num_bytes(parts: int) -> int:
         exchanged = config.exchange_bytes + 2 * 4 * PRODUCT_ROWS * tokens if parts > 1 else 0
         return atoms * 2 * _ATOM_INPUTS * (PRODUCT_ROWS + tokens) // parts + exchanged
 
-    most = min(config.max_parts, config.num_ctas // num_groups) if num_groups <= NUM_COUNTERS else 1
-    return min((n for n in range(1, max(most, 1) + 1) if atoms % n == 0), key=num_bytes)
+    most = min(config.max_parts, config.num_ctas // num_groups) if num_groups <= MAX_GROUPS else 1
+    parts = min((n for n in range(1, max(most, 1) + 1) if atoms % n == 0), key=num_bytes)
+    return _Cut(tokens, num_groups, parts, atoms // parts)
 
 
-def _ring_of(atoms: int, atom_bytes: int, room: int, config: RowMatmulConfig) -> tuple[int, int]:
-    """Atoms of K a slot, and slots: large copies, but for three slots or all of it to fit."""
+def _ring_of(atoms: list[int], atom_bytes: int, room: int, config: RowMatmulConfig) -> tuple[int, int]:
+    """Atoms of K a slot, the same for all products, and slots: large copies, but for three slots, or all, to fit."""
+    common = math.gcd(*atoms)
 
     def fits(tile: int) -> bool:
-        return tile * atom_bytes <= config.slot_bytes and min(3, atoms // tile) * tile * atom_bytes <= room
+        return tile * atom_bytes <= config.slot_bytes and min(3, max(atoms) // tile) * tile * atom_bytes <= room
 
-    tile = max((n for n in range(1, atoms + 1) if atoms % n == 0 and fits(n)), default=1)
+    tile = max((n for n in range(1, common + 1) if common % n == 0 and fits(n)), default=1)
     # A slot is given back when the next one's products are on their way: with one alone nobody would get further.
     num_slots = max(min(room // (tile * atom_bytes), config.max_slots), 2)
-    return tile, min(num_slots, atoms // tile)
+    return tile, min(num_slots, sum(atoms) // tile)

@@ -165,6 +165,9 @@ class RowMatmulConfig:
       wait_for_parts: CTAs that share a product wait for each other by atomics. Two such kernels must not run side by
         side: one's operands have to depend on the other's results. False: a second kernel adds the parts, for the
         interpreter.
+      one_kernel: stages are one kernel where they can be, whose CTAs wait for each other likewise. To be measured.
+      copy_whole_tiles: the weights of a gate and what it gates arrive by one copy. False: by two, for the interpreter,
+        which forbids to read a union of references otherwise than it was written.
     """
 
     num_ctas: int = NUM_SMS
@@ -175,6 +178,8 @@ class RowMatmulConfig:
     max_slots: int = 8
     smem_bytes: int = 224 * 1024
     wait_for_parts: bool = True
+    one_kernel: bool = False
+    copy_whole_tiles: bool = False
 
 
 H200_ROW_MATMUL = RowMatmulConfig()

@@ -291,6 +291,11 @@ ROW_VARIANTS = {
     "tokens 128": {"max_tokens": 128},
     "slots of 32 KiB": {"slot_bytes": 32 * 1024},
     "two thread blocks an SM": {"smem_bytes": 112 * 1024, "slot_bytes": 32 * 1024},
+    "whole tiles": {"copy_whole_tiles": True},
+    "one kernel": {"one_kernel": True, "copy_whole_tiles": True},
+    "one kernel, half tiles": {"one_kernel": True},
+    "one kernel, more parts": {"one_kernel": True, "copy_whole_tiles": True, "exchange_bytes": 64 * 1024},
+    "one kernel, slots of 16 KiB": {"one_kernel": True, "copy_whole_tiles": True, "slot_bytes": 16 * 1024},
 }
 
 

@@ -8,19 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import LayerSlice, MatmulStage, make_arrivals, matmul_stages
-from pallas_kernels.arg_specs import LAYER_SHAPES, layer_stages
-from pallas_kernels.row_matmul_sizes import NUM_COUNTERS, make_sizes
+from pallas_kernels import LayerSlice, MatmulStage, make_arrivals, matmul_stages, row_matmul, tuning
+from pallas_kernels.arg_specs import LAYER_SHAPES, LayerShape, layer_stages
+from pallas_kernels.row_matmul_sizes import MAX_GROUPS, NUM_COUNTERS, make_sizes, stages_by_kernel
 from pallas_kernels.tuning import H200_ROW_MATMUL, INTERPRET_ROW_MATMUL
+from tests.pallas_kernels.played_counters import PlayedCounters
 from tests.pallas_kernels.test_matmul_stages import Case, Draw, assert_matches, layer_tail
 from tests.pallas_kernels.test_mosaic_lowering import KERNEL
 
 KERNELS = ("mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu))
 DECODE_ROWS = (16, 32, 64, 96, 128, 192, 256)
+ONE_KERNEL = replace(H200_ROW_MATMUL, one_kernel=True, copy_whole_tiles=True)
+LAYER = ("o", "gate_up", "down", "qkv")
 
 
 def cut(rows: int, stage: MatmulStage, config=H200_ROW_MATMUL):
-    return make_sizes(rows, jnp.bfloat16, stage, None, num_squares=0, layer_indices=[0], config=config)
+    return make_sizes(rows, jnp.bfloat16, (stage,), None, num_squares=0, layer_indices=[0], config=config)[0]
 
 
 BF16, F16 = Draw("bfloat16"), Draw("float16")
@@ -57,10 +60,38 @@ def test_products_match_float64_and_pads_of_nan_reach_no_other_row(name, backend
     assert_matches(CASES[name], backend)
 
 
+@pytest.mark.parametrize("following_layer", [0, -1])
+def test_products_in_one_kernel_have_the_bits_of_a_kernel_each(following_layer, monkeypatch):
+    """Thread blocks wait for each other; some have nothing of a stage, or two; K is cut; the ring goes round."""
+    case = case_of(F16, 16, *layer_tail(F16, 64, 256, 128, has_bias=True), F16.stage(64, 64, has_norm=True))
+    x, stages, residual = jax.tree.map(partial(jnp.asarray, dtype=case.dtype), (case.x, case.stages, case.residual))
+    layer, following = jnp.int32(1), jnp.int32(following_layer)
+    layers = [layer, layer, layer, following]
+    stages = tuple(
+        jax.tree.map(lambda w, number=number: LayerSlice(jnp.stack([w, w]), number), stage)
+        for stage, number in zip(stages, layers, strict=True)
+    )
+
+    def run(config):
+        arrivals = jnp.zeros(NUM_COUNTERS, jnp.int32)
+        outs = row_matmul.matmul_stages(x, stages, residual, arrivals, config=config, interpret=True)
+        return [np.asarray(out, np.float64)[: case.real_rows] for out in outs[: 4 + min(following_layer, 0)]]
+
+    expected = run(INTERPRET_ROW_MATMUL)
+    counters = PlayedCounters(monkeypatch, row_matmul)
+    found = run(replace(INTERPRET_ROW_MATMUL, one_kernel=True, wait_for_parts=True, num_ctas=5))
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert counters.calls.count("reset_arrivals") == 5 and not any(counters.values.values())
+    assert counters.calls.count("wait_for_parts") > 4
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("config", [H200_ROW_MATMUL, ONE_KERNEL], ids=["a kernel a product", "one kernel"])
 @pytest.mark.parametrize("rows", DECODE_ROWS)
-def test_thread_blocks_that_wait_for_each_other_add_all_parts(rows):
-    case = case_of(BF16, rows, *layer_tail(BF16, 1024, 2048, 3072))
+def test_thread_blocks_that_wait_for_each_other_add_all_parts(rows, config, monkeypatch):
+    monkeypatch.setattr(tuning, "H200_ROW_MATMUL", config)
+    case = case_of(BF16, rows, *layer_tail(BF16, 1024, 2048, 3072), BF16.stage(4096, 1024, has_norm=True))
     assert_matches(case, "mosaic_gpu")
     np.testing.assert_array_equal(case.run("mosaic_gpu"), case.run("mosaic_gpu"))
 
@@ -135,7 +166,22 @@ def test_cuts_are_whole_and_thread_blocks_that_wait_are_resident(shape, config):
             assert sizes.rows_each % sizes.end_rows == 0
             assert sizes.num_slots == sizes.steps or sizes.num_slots >= 2, name
             if sizes.parts > 1:
-                assert sizes.num_ctas <= config.num_ctas and sizes.num_groups <= NUM_COUNTERS, name
+                assert sizes.num_ctas <= config.num_ctas and sizes.num_groups <= MAX_GROUPS, name
+
+
+def test_a_layer_is_one_kernel_where_the_thread_blocks_of_each_product_are_resident():
+    of_layer = {}
+    for shape in LAYER_SHAPES:
+        stages = layer_stages(shape)
+        of_layer[shape.name] = stages_by_kernel(64, tuple(stages[name] for name in LAYER), ONE_KERNEL)
+    num_kernels = {name: len(kernels) for name, kernels in of_layer.items()}
+    assert num_kernels == {"qwen3-0.6b": 1, "smollm2-135m": 1, "qwen3-1.7b": 4, "llama-3.1-8b": 4}
+    (stages,) = of_layer["qwen3-0.6b"]
+    sizes = make_sizes(64, jnp.bfloat16, stages, None, num_squares=0, layer_indices=[0, 0, 0, 1], config=ONE_KERNEL)
+    # Each begins where the one before ends, so that all have about as much to read; a ring serves all of them.
+    assert [(one.first_cta, one.num_ctas) for one in sizes] == [(0, 128), (128, 96), (92, 128), (88, 64)]
+    assert {(one.grid, one.tile, one.num_slots) for one in sizes} == {(132, 2, 6)}
+    assert [one.num_squares for one in sizes] == [0, 16, 0, 16] and [one.layer_index for one in sizes] == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -144,13 +190,25 @@ def test_cuts_are_whole_and_thread_blocks_that_wait_are_resident(shape, config):
     ids=[shape.name for shape in LAYER_SHAPES],
 )
 def test_the_products_of_a_layer_lower_to_a_kernel_each(shape, rows, options):
-    """Mosaic checks layouts and the 227 KiB of shared memory while it lowers."""
+    assert num_kernels(shape, rows, options) == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"), [(LAYER_SHAPES[0], 128), (LAYER_SHAPES[1], 16)], ids=["128 rows", "16 rows"]
+)
+def test_the_products_of_a_layer_lower_to_one_kernel(shape, rows, monkeypatch):
+    monkeypatch.setattr(tuning, "H200_ROW_MATMUL", ONE_KERNEL)
+    assert num_kernels(shape, rows, {"has_bias": True}) == 1
+
+
+def num_kernels(shape: LayerShape, rows: int, options: dict) -> int:
+    """Of the products of a layer. Mosaic checks layouts and the 227 KiB of shared memory while it lowers."""
     stages = layer_stages(shape, **options)
-    stages = tuple(stages[name] for name in ("o", "gate_up", "down", "qkv"))
+    stages = tuple(stages[name] for name in LAYER)
 
     def call(x, stages, residual):
         return matmul_stages(x, stages, residual, make_arrivals("mosaic_gpu"), backend="mosaic_gpu")
 
     x, residual = (jax.ShapeDtypeStruct((rows, width), jnp.bfloat16) for width in (shape.attended, shape.hidden))
     text = jax.jit(call).trace(x, stages, residual).lower(lowering_platforms=("cuda",)).as_text()
-    assert len(KERNEL.findall(text)) == len(stages)
+    return len(KERNEL.findall(text))
