@@ -182,6 +182,8 @@ def test_a_larger_bucket_changes_nothing(backend):
         ({"q": np.zeros((9, 5, 64), np.float32)}, "num_heads=5 must be a multiple of num_kv_heads=2"),
         ({"q": np.zeros((300, 6, 72), np.float32)}, "q has head_dim 72, the cache 64"),
         ({"seq_lens": np.zeros(5, np.int16)}, "seq_lens has dtype int16"),
+        ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+        ({"soft_cap": 0.0}, "soft_cap=0.0 must be above 0"),
         ({"sinks": np.zeros(3)}, r"sinks must have shape \(6,\)"),
         ({"kv_scale": np.ones(2)}, "kv_scale is for a float8_e4m3fn cache, this one is float32"),
         ({"backend": "triton"}, "backend='triton' must be one of"),
