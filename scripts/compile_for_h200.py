@@ -175,7 +175,7 @@ def compile_sampling(only: str) -> None:
 
     device, num_rows, num_persistent, max_model_len = _device(), 64, 256, 4096
 
-    def spec(*shape: int, dtype: Any = jnp.int32):
+    def spec(*shape: int, dtype: Any = jnp.int32) -> Any:
         return _on(device, jax.ShapeDtypeStruct(shape, dtype))
 
     rows = SamplingRows(
