@@ -97,9 +97,14 @@ def tiled_layout(*tiles: tuple[int, ...], warp_dims: tuple[Any, ...], lane_dims:
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
-def capped(scores: jax.Array, cap: float) -> jax.Array:
-    """cap * tanh(scores / cap), times log2(e). The exponential form is exact enough; tanh.approx has 11 bits."""
-    return (cap * LOG2E) * (1.0 - 2.0 / (1.0 + jnp.exp2(scores * (2 * LOG2E / cap))))
+def tanh(x: jax.Array, factor: Any) -> jax.Array:
+    """tanh(x * factor). The exponential form is exact enough; tanh.approx has 11 bits."""
+    return 1.0 - 2.0 * (1.0 / (1.0 + jnp.exp2(x * (factor * (2 * LOG2E)))))
+
+
+def capped(scores: jax.Array, cap: float, factor: Any = 1.0) -> jax.Array:
+    """cap * tanh(scores * factor / cap), times log2(e)."""
+    return tanh(scores, factor * (1.0 / cap)) * (cap * LOG2E)
 
 
 def div(a: jax.Array, b: jax.Array | int) -> jax.Array:

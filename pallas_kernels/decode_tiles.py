@@ -61,10 +61,10 @@ def attend_tiles(
         plgpu.barrier_wait(scratch.k_full.at[slot])
         scores = _scores(sizes, scratch, slot, q)
         plgpu.barrier_arrive(scratch.k_free.at[slot])
-        if not sizes.is_narrow:
-            scores = [s * factor for s in scores]
         if sizes.soft_cap is not None:
-            scores = [capped(s, sizes.soft_cap) for s in scores]
+            scores = [capped(s, sizes.soft_cap, 1.0 if sizes.is_narrow else factor) for s in scores]
+        elif not sizes.is_narrow:
+            scores = [s * factor for s in scores]
         scores = [
             jnp.where(_is_seen(sizes, s.shape, tiles.length, first_key + part * PRODUCT_ROWS), s, MIN_SCORE)
             for part, s in enumerate(scores)

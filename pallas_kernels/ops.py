@@ -116,9 +116,9 @@ def paged_attention(
     """
     check_backend(backend)
     rows = (block_tables, seq_lens, query_start_loc, num_decodes, num_reqs)
-    check_attention(q, kv_cache, layer, *rows, sinks=sinks, kv_scale=kv_scale, kind=kind)
-    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
-    options |= {"sinks": sinks, "kv_scale": kv_scale}
+    options = {"sliding_window": sliding_window, "soft_cap": soft_cap, "sinks": sinks, "kv_scale": kv_scale}
+    check_attention(q, kv_cache, layer, *rows, **options, kind=kind)
+    options |= {"scale": scale}
     if backend == "reference":
         return reference.paged_attention(q, kv_cache, layer, *rows, kind=kind, **options)
     if work is None:
@@ -167,9 +167,9 @@ def rope_write_and_attend(
     num_tokens, num_kv_heads, parts, head_dim = qkv.shape
     q = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * (parts - 2), head_dim), qkv.dtype)
     rows = (block_tables, seq_lens, query_start_loc, num_reqs, num_reqs)
-    check_attention(q, kv_cache, layer, *rows, sinks=sinks, kv_scale=kv_scale, kind="decode")
-    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
-    options |= {"sinks": sinks, "kv_scale": kv_scale}
+    options = {"sliding_window": sliding_window, "soft_cap": soft_cap, "sinks": sinks, "kv_scale": kv_scale}
+    check_attention(q, kv_cache, layer, *rows, **options, kind="decode")
+    options |= {"scale": scale}
     if backend == "reference":
         to_write = {"rope": rope, "norm": norm, "kv_scale": kv_scale}
         q, kv_cache = reference_rope_write.rope_and_write_kv(qkv, kv_cache, slot_mapping, layer, **to_write)

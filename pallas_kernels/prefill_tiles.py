@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import LOG2E, Ref, across_columns, capped, div, full, pl, plgpu
+from pallas_kernels.common import LOG2E, Ref, across_columns, div, full, pl, plgpu, tanh
 from pallas_kernels.layer_slice import place_in
 from pallas_kernels.prefill_products import (
     finish_before_what_follows,
@@ -183,7 +183,7 @@ def _softmax(
         factor = factor * kv_scale[place_in(kv_scale, part.inputs.layer[0]), 0]
     to_base_2 = factor * LOG2E
     if sizes.soft_cap is not None:
-        scores, to_base_2 = capped(scores * factor, sizes.soft_cap), 1.0
+        scores, to_base_2 = tanh(scores, factor * (1.0 / sizes.soft_cap)), sizes.soft_cap * LOG2E
     if is_masked:
         scores = _hide_unseen(part, i, scores)
     maximum = scores.max(axis=1) * to_base_2

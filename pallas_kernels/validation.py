@@ -132,6 +132,8 @@ def check_attention(
     num_decodes: jax.Array,
     num_reqs: jax.Array,
     *,
+    sliding_window: int | jax.Array | None,
+    soft_cap: float | None,
     sinks: jax.Array | None,
     kv_scale: LayerArray | None,
     kind: str,
@@ -146,6 +148,9 @@ def check_attention(
     _require(head_dim <= kv_cache.shape[5], f"q has head_dim {head_dim}, the cache {kv_cache.shape[5]}")
     _check_cache_dtype("q", q, kv_cache, kv_scale)
     _require(num_heads % num_kv_heads == 0, f"{num_heads=} must be a multiple of {num_kv_heads=}")
+    has_window = isinstance(sliding_window, int)
+    _require(not has_window or sliding_window > 0, f"{sliding_window=} must be at least 1, the token itself, or None")
+    _require(soft_cap is None or soft_cap > 0, f"{soft_cap=} must be above 0, or None")
     _require(sinks is None or sinks.shape == (num_heads,), f"sinks must have shape ({num_heads},), one a query head")
     _require(
         block_tables.ndim == 2 and block_tables.shape[0] == num_rows,

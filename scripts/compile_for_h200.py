@@ -4,8 +4,8 @@
     PYTHONPATH=. python scripts/compile_for_h200.py [--only NAME]
 
 For every model of pallas_kernels.arg_specs, the products of its layers up to 256 rows, and their norms and gates of
-many rows: no kernel spills registers, the compiler does not make products wait for each other, and the donated KV
-cache is the one that comes back.
+many rows, and the sampler at three vocabularies: no kernel spills registers, the compiler does not make products wait
+for each other, and the donated KV cache is the one that comes back.
 For whole steps, decode of few rows and of many, and mixed: all of it is one command buffer (a CUDA graph), and a mixed
 one computes no product twice. Exits with 1 otherwise.
 """
@@ -60,6 +60,7 @@ KERNEL = re.compile(r"Function properties for (\S+)")
 # What ptxas says when it makes each product of the tensor cores wait for the one before.
 SERIAL = re.compile(r"C7510|C7513")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+VOCAB_SIZES = {"llama-3.1-8b": 128256, "qwen3-0.6b": 151936, "gemma-3-1b": 262144}
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
     "num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
@@ -163,6 +164,40 @@ def compile_rows(only: str) -> None:
     compile_one("widest rows norm", norm, spec(2045, 8192), spec(4, 8192), spec(dtype=jnp.int32))
 
 
+def compile_sampling(only: str) -> None:
+    """Compile the programs that follow a step, `process` and `sample`, at the vocabularies of some models."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxvllm.sampling import SamplingRows, process_logits, sample
+    from scheduler.records import RECORD_WIDTH
+    from scheduler.token_lists import list_width
+
+    device, num_rows, num_persistent, max_model_len = _device(), 64, 256, 4096
+
+    def spec(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return _on(device, jax.ShapeDtypeStruct(shape, dtype))
+
+    rows = SamplingRows(
+        records=spec(num_rows, RECORD_WIDTH),
+        seq_lens=spec(num_rows),
+        needs_sample=spec(num_rows, dtype=jnp.bool_),
+        rows=spec(num_rows),
+        token_ids=spec(num_persistent, max_model_len),
+        token_lists=spec(num_persistent, list_width(0)),
+    )
+    for model, vocab_size in VOCAB_SIZES.items():
+        logits = spec(num_rows, vocab_size, dtype=jnp.float32)
+        if only in (name := f"{model} sampling, process"):
+            print(f"== {name}", flush=True)
+            process = partial(process_logits, backend="mosaic_gpu")
+            jax.jit(process).trace(logits, rows).lower(lowering_platforms=("cuda",)).compile()
+        if only in (name := f"{model} sampling, sample"):
+            print(f"== {name}", flush=True)
+            choose = partial(sample, backend="mosaic_gpu")
+            jax.jit(choose).trace(logits, logits, rows).lower(lowering_platforms=("cuda",)).compile()
+
+
 def compile_step(folder: Path) -> list[str]:
     """Compile whole steps of a model, decode of few rows and of many, and mixed; what is wrong, in words."""
     from jaxvllm.compile_cache import compiler_options
@@ -231,8 +266,12 @@ def _on(device, x):
 
 
 def find_spills(output: str) -> list[str]:
-    """Kernels that spill or wait after each product, from what ptxas printed between the markers of the models."""
+    """Kernels that spill or wait after each product, from what ptxas printed between the markers of the models.
+
+    And where nothing was printed: XLA, which compiles the sampler's kernels, says nothing if it finds no ptxas.
+    """
     wrong, model, kernel = [], "", ""
+    silent = re.findall(r"^== (.* sampling, .*)", output, re.MULTILINE)
     for line in output.splitlines():
         if line.startswith("== "):
             model = line[3:]
@@ -240,11 +279,12 @@ def find_spills(output: str) -> list[str]:
             wrong.append(f"{model}: {line}")
         elif match := KERNEL.search(line):
             kernel = match[1]
+            silent = [name for name in silent if name != model]
         elif (match := SPILLS.search(line)) and kernel:
             if int(match[1]):
                 wrong.append(f"{model}: {kernel} spills {match[1]} bytes")
             kernel = ""
-    return wrong
+    return wrong + [f"{name}: nothing is known of its kernels" for name in silent]
 
 
 def main() -> int:
@@ -257,6 +297,7 @@ def main() -> int:
         if args.only != "step":
             compile_products(args.only)
             compile_rows(args.only)
+            compile_sampling(args.only)
             wrong = compile_kernels(args.only)
         wrong += compile_step(args.child) if args.only in ("", "step") else []
         print("".join(f"wrong: {line}\n" for line in wrong), flush=True)
@@ -267,6 +308,9 @@ def main() -> int:
             "JAX_PLATFORMS": "cpu",
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
             "MOSAIC_GPU_DUMP_PTXAS": "1",
+            # Of kernels that come by way of Triton, and of XLA's own.
+            "TF_CPP_MIN_LOG_LEVEL": "0",
+            "TF_CPP_VMODULE": "subprocess_compilation=3",
             "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*step_(decode|mixed).*",
         }
         command = [sys.executable, __file__, "--child", folder, "--only", args.only]

@@ -93,7 +93,7 @@ def choose(logits: jax.Array, stats: GroupStats, rows: SamplingRows, *, interpre
         jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32),
     )
     args = (logits, stats.maxima, stats.weights, rows.records, rows.seq_lens, scales(rows))
-    return call_kernel(kernel, (num_rows,), outputs, *args, interpret=interpret)[0]
+    return call_kernel("draw", kernel, (num_rows,), outputs, *args, interpret=interpret)[0]
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def position_logprobs(
         jax.ShapeDtypeStruct((num_rows, NUM_GROUPS + 1), jnp.int32),
     )
     args = (logits, stats.maxima, stats.weights, targets, num_logprobs, listed_ids, num_listed)
-    return call_kernel(kernel, (num_rows,), outputs, *args, interpret=interpret)[0]
+    return call_kernel("logprobs", kernel, (num_rows,), outputs, *args, interpret=interpret)[0]
 
 
 def _rank(logits: Ref, maxima: jax.Array, row: jax.Array, target: jax.Array, vocab_size: int) -> jax.Array:

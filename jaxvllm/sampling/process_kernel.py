@@ -67,7 +67,7 @@ def edit_logits(logits: jax.Array, rows: SamplingRows, *, interpret: bool = Fals
     )
     args = (rows.records, rows.seq_lens, rows.needs_sample.astype(jnp.int32), rows.rows, rows.token_ids)
     args = (logits, logits, *args, rows.token_lists)
-    return tuple(call_kernel(kernel, (num_rows,), outputs, *args, aliases={0: 0}, interpret=interpret)[:2])
+    return tuple(call_kernel("process", kernel, (num_rows,), outputs, *args, aliases={0: 0}, interpret=interpret)[:2])
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ Ref = Any  # of a Pallas kernel
 
 
 def call_kernel(
+    name: str,
     kernel: Callable[..., None],
     grid: tuple[int, ...],
     outputs: Any,
@@ -41,6 +42,7 @@ def call_kernel(
     """Run a kernel on whole arrays; `outputs` are ShapeDtypeStructs, `aliases` say which argument becomes which."""
     call = pl.pallas_call(
         kernel,
+        name=name,
         out_shape=outputs,
         grid=grid,
         input_output_aliases=aliases or {},
@@ -101,7 +103,7 @@ def group_stats(*asked: tuple[jax.Array, jax.Array], interpret: bool = False) ->
     grid = (num_rows, pl.cdiv(count, _GROUPS_PER_PROGRAM))
     outputs = [jax.ShapeDtypeStruct((num_rows, count), dtype) for dtype in (jnp.float32, jnp.uint32)] * num_asked
     args = [array for pair in asked for array in pair]
-    found = call_kernel(kernel, grid, outputs, *args, interpret=interpret)
+    found = call_kernel("group_stats", kernel, grid, outputs, *args, interpret=interpret)
     return [GroupStats(*found[2 * i : 2 * i + 2]) for i in range(num_asked)]
 
 

@@ -21,6 +21,8 @@ from jaxvllm.sampling.thresholds import LIMB_BITS, limbs, ordered_bits
 from pallas_kernels.lazy import pl, triton
 
 _SAMPLED_GROUPS = 128
+# Tokens a step of what is left between the guesses: with CHUNK a program spills where the vocabulary is above 131,072.
+_CHUNK_BETWEEN = CHUNK // 2
 # Of what is summed: 5 standard deviations of the share that a sample of 8192 tokens of like weights finds.
 _MARGIN = 0.015
 
@@ -51,7 +53,7 @@ class RowSearch:
     def threshold(self) -> jax.Array:
         """u32[]; 0 if not even all tokens weigh enough."""
         low, high = self._guess()
-        totals, of_low, of_high = self._sums(self.row.fold, [jnp.uint32(0), low, high])
+        totals, of_low, of_high = self._sums(self.row.fold, CHUNK, [jnp.uint32(0), low, high])
         is_low, is_high = self.is_enough(of_low, totals), self.is_enough(of_high, totals)
         above = [jnp.where(is_low, jnp.where(is_high, 0, b), a) for a, b in zip(of_low, of_high, strict=True)]
         end = jnp.where(is_high, jnp.uint32(0xFFFFFFFF), jnp.where(is_low, high, low))
@@ -60,17 +62,17 @@ class RowSearch:
 
         def fold(visit: Callable[[jax.Array, jax.Array, Any], Any], state: Any) -> Any:
             def step(i: jax.Array, state: Any) -> Any:
-                places = i * CHUNK + jnp.arange(CHUNK)
+                places = i * _CHUNK_BETWEEN + jnp.arange(_CHUNK_BETWEEN)
                 mask = places < count
                 return visit(triton.load(self.between.at[self.row.number, places], mask=mask, other=0.0), mask, state)
 
-            return lax.fori_loop(0, pl.cdiv(count, CHUNK), step, state)
+            return lax.fori_loop(0, pl.cdiv(count, _CHUNK_BETWEEN), step, state)
 
         def find_digit(i: jax.Array, found: jax.Array) -> jax.Array:
             shift = (30 - 2 * i).astype(jnp.uint32)
             tried = [found | jnp.uint32(candidate) << shift for candidate in (1, 2, 3)]
             digit = jnp.uint32(0)
-            for sums in self._sums(fold, tried):
+            for sums in self._sums(fold, _CHUNK_BETWEEN, tried):
                 sums = [a + b for a, b in zip(sums, above, strict=True)]
                 digit += self.is_enough(sums, totals).astype(jnp.uint32)
             return found | digit << shift
@@ -94,8 +96,8 @@ class RowSearch:
         low, high = lax.fori_loop(0, 32, find_bit, (jnp.uint32(0), jnp.uint32(0)))
         return low, high
 
-    def _sums(self, fold: Callable[..., Any], thresholds: list[jax.Array]) -> list[Sums]:
-        """The sums of what has at least the rank of each threshold."""
+    def _sums(self, fold: Callable[..., Any], width: int, thresholds: list[jax.Array]) -> list[Sums]:
+        """The sums of what has at least the rank of each threshold; fold visits `width` tokens a step."""
 
         def add(values: jax.Array, mask: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             rank = ordered_bits(values)
@@ -103,7 +105,7 @@ class RowSearch:
             found = [jnp.where(rank >= t, part, jnp.uint32(0)) for t in thresholds for part in parts]
             return tuple(total + part for total, part in zip(sums, found, strict=True))
 
-        start = tuple(jnp.zeros(CHUNK, jnp.uint32) for _ in range(len(thresholds) * _NUM_LIMBS))
+        start = tuple(jnp.zeros(width, jnp.uint32) for _ in range(len(thresholds) * _NUM_LIMBS))
         sums = [jnp.sum(total) for total in fold(add, start)]
         return [sums[i : i + _NUM_LIMBS] for i in range(0, len(sums), _NUM_LIMBS)]
 

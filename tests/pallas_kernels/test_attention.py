@@ -118,22 +118,30 @@ SETTINGS = {
     "groups of 8": Setting(SHORT, 8, 1),
     "groups of 12": Setting(FEW, 12, 1, num_decodes=1),
     "groups of 16": Setting(FEW, 16, 1, num_decodes=1),
-    "heads of 80": Setting(FEW, 1, 1, 80, num_decodes=1),
     "heads of 96": Setting(FEW, 1, 1, 96, num_decodes=1),
     "heads of 256": Setting([(30, 1), (40, 19)], 1, 1, 256, num_decodes=1),
-    "blocks of 32": Setting([(40, 1), (50, 11)], 2, 1, block_size=32, num_decodes=1, pads=(1, 0)),
-    "blocks of 64": Setting([(70, 1), (50, 11)], 2, 1, block_size=64, num_decodes=1, pads=(1, 0)),
     "blocks of 128": Setting([(140, 1), (30, 11)], 2, 1, block_size=128, num_decodes=1, pads=(1, 0)),
-    "float16": Setting(FEW, 4, 2, dtype=jnp.float16, num_decodes=1),
-    "8-bit cache": Setting(FEW, 2, 1, cache_dtype=FP8, num_decodes=1, options={"kv_scale": np.float32([0.5, 3])}),
+    "float16, blocks of 64": Setting(FEW, 4, 2, block_size=64, dtype=jnp.float16, num_decodes=1),
+    "8-bit cache, heads of 80": Setting(
+        FEW, 2, 1, 80, cache_dtype=FP8, num_decodes=1, options={"kv_scale": np.float32([0.5, 3])}
+    ),
     "8-bit cache, float16": Setting(FEW, 2, 1, 128, cache_dtype=FP8, dtype=jnp.float16, num_decodes=1),
     "maxima that jump": Setting(  # by more than prefill's MAX_GROWTH in some rows of some tiles, and by less in others
         [(150, 1), (170, 29)], 2, 1, cache_dtype=FP8, num_decodes=1, options={"kv_scale": np.float32([12, 1])}
     ),
     "window shorter than a tile": Setting([(150, 1), (200, 70)], 2, 1, num_decodes=1, options={"sliding_window": 37}),
     "window of two tiles": Setting([(200, 70)], 1, 1, num_decodes=0, options={"sliding_window": 139}),
+    "window of one key": Setting(
+        [(140, 1), (60, 19)], 2, 1, num_decodes=1, options={"sliding_window": 1, "sinks": sinks(2)}
+    ),
+    "window shorter than a block": Setting(
+        [(140, 1), (130, 11)], 5, 1, block_size=128, num_decodes=1, options={"sliding_window": 5}
+    ),
+    "lengths of whole blocks and tiles": Setting(
+        [(63, 1), (15, 1), (64, 64), (0, 16)], 2, 1, pads=(0, 0), options={"sliding_window": 64}
+    ),
     "soft cap": Setting(SHORT, 4, 2, options={"soft_cap": 1.5}),
-    "sinks": Setting(SHORT, 6, 2, options={"sinks": sinks(6)}),
+    "sinks, blocks of 32": Setting(SHORT, 6, 2, block_size=32, options={"sinks": sinks(6)}),
     "sinks, odd heads": Setting(DECODES, 3, 3, kind="decode", num_decodes=5, pads=(0, 0), options={"sinks": sinks(3)}),
     "all options": Setting(
         [(200, 1), (150, 1), (50, 29)],
@@ -152,8 +160,8 @@ SETTINGS = {
 
 # Near another one; the interpreter is slow.
 SLOW = {
-    "groups of 1", "groups of 8", "groups of 12", "heads of 80", "blocks of 32", "blocks of 64", "8-bit cache, float16",
-    "maxima that jump",
+    "groups of 1", "groups of 8", "groups of 12", "8-bit cache, float16", "maxima that jump", "window of one key",
+    "window shorter than a block", "lengths of whole blocks and tiles",
 }  # fmt: skip
 
 
@@ -182,6 +190,8 @@ def test_a_larger_bucket_changes_nothing(backend):
         ({"q": np.zeros((9, 5, 64), np.float32)}, "num_heads=5 must be a multiple of num_kv_heads=2"),
         ({"q": np.zeros((300, 6, 72), np.float32)}, "q has head_dim 72, the cache 64"),
         ({"seq_lens": np.zeros(5, np.int16)}, "seq_lens has dtype int16"),
+        ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+        ({"soft_cap": 0.0}, "soft_cap=0.0 must be above 0"),
         ({"sinks": np.zeros(3)}, r"sinks must have shape \(6,\)"),
         ({"kv_scale": np.ones(2)}, "kv_scale is for a float8_e4m3fn cache, this one is float32"),
         ({"backend": "triton"}, "backend='triton' must be one of"),

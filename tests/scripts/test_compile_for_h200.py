@@ -27,6 +27,15 @@ ptxas info    : Function properties for paged_prefill_mosaic_gpu_kernel
     assert load().find_spills(output) == ["llama mixed: paged_prefill_mosaic_gpu_kernel spills 12 bytes"]
 
 
+def test_kernels_of_which_the_compiler_says_nothing_are_not_taken_for_good():
+    output = """== qwen3-0.6b sampling, process
+ptxas info    : Function properties for process
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+== qwen3-0.6b sampling, sample
+== done"""
+    assert load().find_spills(output) == ["qwen3-0.6b sampling, sample: nothing is known of its kernels"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs jax-cuda13-plugin and ptxas")
 def test_nothing_spills_caches_stay_in_place_and_a_step_is_one_graph():
