@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import reference_matmul
-from pallas_kernels.common import PRODUCT_ROWS, Ref, kernel, pl, plgpu, swizzled_smem
+from pallas_kernels.common import PRODUCT_ROWS, Ref, div, kernel, pl, plgpu, swizzled_smem
 from pallas_kernels.layer_slice import as_stack
 from pallas_kernels.matmul_arrivals import arrive, reset_arrivals, wait_for_arrivals, wait_for_parts
 from pallas_kernels.matmul_sizes import layer_numbers
@@ -214,8 +214,10 @@ def _multiply(stages: list[_Stage]) -> None:
         @pl.when(warpgroup == 1)
         def _():
             def warp_body(warp: jax.Array) -> None:
-                pl.when(warp == 0)(functools.partial(_fill_ring, stages, scratch, _copy_weights, waits=False))
-                pl.when(warp == 1)(functools.partial(_fill_ring, stages, scratch, _copy_x, waits=True))
+                for i in range(sizes.copy_warps):
+                    fill = functools.partial(_fill_ring, stages, scratch, i)
+                    pl.when(warp == 2 * i)(functools.partial(fill, _copy_weights, waits=False))
+                    pl.when(warp == 2 * i + 1)(functools.partial(fill, _copy_x, waits=True))
 
             plgpu.warp_map(warp_body)
 
@@ -244,13 +246,17 @@ def _compute(stage: _Stage, scratch: _Scratch, used: jax.Array, followed_by: _St
     if index:
         # When its x is there, the stage before is complete: all that is read below.
         plgpu.barrier_wait(scratch.xs_full.at[lax.rem(used, jnp.int32(sizes.num_slots))])
-    multiply = functools.partial(_sums, sizes, scratch, used, index > 0)
+    multiply = functools.partial(_sums, sizes, scratch, used, has_first_x=index > 0)
     if refs.out is None:
         _store_part(refs, place, multiply())
         return
     results = Results(sizes, refs, place)
     if sizes.num_squares:
-        write_rstd(sizes, refs, place, scratch.rstd)
+        rstd = functools.partial(write_rstd, sizes, refs, place, scratch.rstd)
+        if index:  # x is still on its way
+            multiply = functools.partial(multiply, meanwhile=rstd)
+        else:  # the weights are
+            rstd()
     if sizes.parts == 1:
         scratch.turned.at[:, pl.ds(0, PRODUCT_ROWS)].transpose((1, 0))[...] = multiply()
         plgpu.commit_smem()
@@ -277,16 +283,19 @@ def _tell(stage: _Stage, followed_by: _Stage | None, index: int) -> None:
 def _fill_ring(
     stages: list[_Stage],
     scratch: _Scratch,
+    number: int,
     copy: Callable[[_Stage, _Scratch, jax.Array, jax.Array], None],
     *,
     waits: bool,
 ) -> None:
-    """One warp: copy(stage, scratch, step, slot) for all steps, as slots become free.
+    """One warp: copy(stage, scratch, step, slot) for all steps, or each copy_warps-th, as slots become free.
 
     `waits`: each stage's copies wait until the stage before is complete.
     """
-    num_slots, free = stages[0].sizes.num_slots, scratch.free
-    copied = jnp.int32(0)
+    num_slots, warps, free = stages[0].sizes.num_slots, stages[0].sizes.copy_warps, scratch.free
+    # As each slot is always filled by the same warp, that one waits for all completions of its barrier.
+    assert num_slots % warps == 0
+    used = jnp.int32(0)
     for index, stage in enumerate(stages):
         if waits and index:
             before = stages[index - 1]
@@ -295,25 +304,37 @@ def _fill_ring(
                 functools.partial(wait_for_arrivals, stage.refs.arrivals, index - 1, num_arrivals)
             )
 
-        def step(i: jax.Array, copied: jax.Array, stage: _Stage = stage) -> jax.Array:
-            slot = lax.rem(copied, jnp.int32(num_slots))
+        def fill(i: jax.Array, _: None, stage: _Stage = stage, used: jax.Array = used) -> None:
+            slot = lax.rem(i, jnp.int32(num_slots))
 
-            @pl.when(copied >= num_slots)
+            @pl.when(i >= num_slots)
             def _():
                 plgpu.barrier_wait(free.at[slot])
 
-            copy(stage, scratch, i, slot)
-            return copied + 1
+            copy(stage, scratch, i - used, slot)
 
-        copied = lax.fori_loop(0, jnp.where(stage.place.is_there, stage.sizes.steps, 0), step, copied)
+        end = used + jnp.where(stage.place.is_there, stage.sizes.steps, 0)
+        _each_of(number, warps, used, end, fill)
+        used = end
 
     # Every completion of a barrier has to be waited for before the CTA ends.
     def drain(i: jax.Array, _: None) -> None:
         plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(num_slots))])
 
-    lax.fori_loop(jnp.maximum(copied - num_slots, 0), copied, drain, None)
+    _each_of(number, warps, jnp.maximum(used - num_slots, 0), used, drain)
     if waits and len(stages) > 1:
-        reset_arrivals(stages[0].refs.arrivals, len(stages) - 1, stages[0].sizes.grid)
+        reset_arrivals(stages[0].refs.arrivals, len(stages) - 1, stages[0].sizes.grid * warps)
+
+
+def _each_of(
+    number: int, warps: int, start: jax.Array, end: jax.Array, body: Callable[[jax.Array, None], None]
+) -> None:
+    """body(i) for those i of [start, end) that are `number` modulo `warps`."""
+    if warps == 1:
+        lax.fori_loop(start, end, body, None)
+        return
+    first = start + lax.rem(start + number, jnp.int32(2))
+    lax.fori_loop(0, div(end - first + 1, 2), lambda j, _: body(first + 2 * j, None), None)
 
 
 def _inputs(sizes: RowMatmulSizes, place: Place, step: jax.Array) -> Any:
@@ -342,10 +363,17 @@ def _copy_x(stage: _Stage, scratch: _Scratch, step: jax.Array, slot: jax.Array) 
     plgpu.copy_gmem_to_smem(source, scratch.xs.at[slot], scratch.xs_full.at[slot])
 
 
-def _sums(sizes: RowMatmulSizes, scratch: _Scratch, used: jax.Array, has_first_x: bool) -> jax.Array:
+def _sums(
+    sizes: RowMatmulSizes,
+    scratch: _Scratch,
+    used: jax.Array,
+    *,
+    has_first_x: bool,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> jax.Array:
     """f32[64, tokens] of a part of K, in registers that hold one number each, so that they can be stored turned.
 
-    `has_first_x`: that x is in the first slot has been waited for.
+    `has_first_x`: that x is in the first slot has been waited for. `meanwhile` is called beside the first product.
     """
 
     def slot_of(step: jax.Array | int) -> jax.Array:
@@ -365,6 +393,7 @@ def _sums(sizes: RowMatmulSizes, scratch: _Scratch, used: jax.Array, has_first_x
             plgpu.barrier_arrive(scratch.free.at[slot_of(step - 1)])
 
         multiply(0)
+        meanwhile()
         lax.fori_loop(1, sizes.steps, next_step, None)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch.free.at[slot_of(sizes.steps - 1)])

@@ -166,6 +166,7 @@ class RowMatmulConfig:
         side: one's operands have to depend on the other's results. False: a second kernel adds the parts, for the
         interpreter.
       one_kernel: stages are one kernel where they can be, whose CTAs wait for each other likewise. To be measured.
+      copy_warps: warps that fill the ring's slots of weights in turns, and as many for x: 1 or 2.
       copy_whole_tiles: the weights of a gate and what it gates arrive by one copy. False: by two, for the interpreter,
         which forbids to read a union of references otherwise than it was written.
     """
@@ -179,6 +180,7 @@ class RowMatmulConfig:
     smem_bytes: int = 224 * 1024
     wait_for_parts: bool = True
     one_kernel: bool = False
+    copy_warps: int = 1
     copy_whole_tiles: bool = False
 
 

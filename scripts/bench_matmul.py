@@ -294,6 +294,7 @@ ROW_VARIANTS = {
     "whole tiles": {"copy_whole_tiles": True},
     "one kernel": {"one_kernel": True, "copy_whole_tiles": True},
     "one kernel, half tiles": {"one_kernel": True},
+    "one kernel, two warps": {"one_kernel": True, "copy_whole_tiles": True, "copy_warps": 2},
     "one kernel, more parts": {"one_kernel": True, "copy_whole_tiles": True, "exchange_bytes": 64 * 1024},
     "one kernel, slots of 16 KiB": {"one_kernel": True, "copy_whole_tiles": True, "slot_bytes": 16 * 1024},
 }

@@ -60,8 +60,8 @@ def test_products_match_float64_and_pads_of_nan_reach_no_other_row(name, backend
     assert_matches(CASES[name], backend)
 
 
-@pytest.mark.parametrize("following_layer", [0, -1])
-def test_products_in_one_kernel_have_the_bits_of_a_kernel_each(following_layer, monkeypatch):
+@pytest.mark.parametrize(("following_layer", "copy_warps"), [(0, 1), (-1, 2)])
+def test_products_in_one_kernel_have_the_bits_of_a_kernel_each(following_layer, copy_warps, monkeypatch):
     """Thread blocks wait for each other; some have nothing of a stage, or two; K is cut; the ring goes round."""
     case = case_of(F16, 16, *layer_tail(F16, 64, 256, 128, has_bias=True), F16.stage(64, 64, has_norm=True))
     x, stages, residual = jax.tree.map(partial(jnp.asarray, dtype=case.dtype), (case.x, case.stages, case.residual))
@@ -79,10 +79,11 @@ def test_products_in_one_kernel_have_the_bits_of_a_kernel_each(following_layer, 
 
     expected = run(INTERPRET_ROW_MATMUL)
     counters = PlayedCounters(monkeypatch, row_matmul)
-    found = run(replace(INTERPRET_ROW_MATMUL, one_kernel=True, wait_for_parts=True, num_ctas=5))
+    config = replace(INTERPRET_ROW_MATMUL, one_kernel=True, wait_for_parts=True, num_ctas=5, copy_warps=copy_warps)
+    found = run(config)
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert counters.calls.count("reset_arrivals") == 5 and not any(counters.values.values())
+    assert counters.calls.count("reset_arrivals") == 5 * copy_warps and not any(counters.values.values())
     assert counters.calls.count("wait_for_parts") > 4
 
 
