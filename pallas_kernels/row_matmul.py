@@ -4,10 +4,11 @@ With so few rows a product takes hardly longer than reading the weights, if noth
 activation, gate and residual are part of the kernel, and so is the beginning of the next stage's norm.
 
 Weights are the side of 64 rows of the tensor cores' products, tokens the other one: a unit is 64 weight rows (32 of
-each way with a gate), and a thread block (CTA) computes a unit of all tokens. Two of its warps copy weights and x into
-a ring in shared memory, a warpgroup computes. A CTA reads K * (64 + T) numbers; where there are too few units to keep
-the card busy, K is cut into parts. Each CTA of these then stores its sums, waits until the others have, and ends with
-the results of a share of the rows, the parts always added in the same order: the same bits every time.
+each way with a gate), and a thread block (CTA) computes a unit of all tokens, then another one if there are more units
+than SMs. Two of its warps copy weights and x into a ring in shared memory, a warpgroup computes. A unit takes K * (64 +
+T) numbers; where there are too few units to keep the card busy, K is cut into parts. Each CTA of these then stores its
+sums, waits until the others have, and ends with the results of a share of the rows, the parts always added in the same
+order: the same bits every time.
 
 A norm is no kernel: what the product before ends with, times the norm's weight, is its second result, and the sums of
 squares of each unit its third. Products are linear, so the next one divides by the root of their mean at its end.
@@ -32,7 +33,7 @@ from pallas_kernels.layer_slice import as_stack
 from pallas_kernels.matmul_arrivals import arrive, reset_arrivals, wait_for_arrivals, wait_for_parts
 from pallas_kernels.matmul_sizes import layer_numbers
 from pallas_kernels.reference_matmul import MatmulStage
-from pallas_kernels.row_matmul_end import Place, Results, write_rstd
+from pallas_kernels.row_matmul_end import Place, Results, my_places, write_rstd
 from pallas_kernels.row_matmul_sizes import (
     MAX_STAGES,
     TURNED_STRIDE,
@@ -67,7 +68,7 @@ def matmul_stages(
     """
     results: list[jax.Array] = []
     x, squares = reference_matmul.norm(x, stages[0]), None
-    for chain in stages_by_kernel(len(x), stages, config):
+    for chain in stages_by_kernel(stages, config):
         after = stages[len(results) + len(chain) :]
         following = after[0] if after and after[0].norm_weight is not None else None
         made = _run(x, squares, chain, following, residual, arrivals, config, interpret)
@@ -155,11 +156,16 @@ def _call(
 
 
 class _Stage(NamedTuple):
-    """A product of the kernel, and what this CTA computes of it."""
+    """A product of the kernel, and what this CTA computes of it: see my_places."""
 
     sizes: RowMatmulSizes
     refs: RowMatmulRefs
-    place: Place
+    first: jax.Array
+    count: jax.Array
+
+    def place(self, number: jax.Array | int) -> Place:
+        """One of this CTA's."""
+        return Place.of(self.sizes, self.first + number * self.sizes.grid)
 
 
 def _stages_of(chain: tuple[RowMatmulSizes, ...], by_name: dict[str, Ref]) -> list[_Stage]:
@@ -174,7 +180,7 @@ def _stages_of(chain: tuple[RowMatmulSizes, ...], by_name: dict[str, Ref]) -> li
         refs = RowMatmulRefs(
             layers=layers, x=x, squares=squares, residual=residual, arrivals=by_name.get("arrivals"), **own
         )
-        stages.append(_Stage(sizes, refs, Place.of_cta(sizes, refs)))
+        stages.append(_Stage(sizes, refs, *my_places(sizes, refs)))
         x = refs.out if refs.normed is None else refs.normed
         squares, residual = refs.next_squares, refs.out if sizes.adds_residual else residual
     return stages
@@ -208,8 +214,8 @@ def _multiply(stages: list[_Stage]) -> None:
             used = jnp.int32(0)
             for index, stage in enumerate(stages):
                 followed_by = stages[index + 1] if index + 1 < len(stages) else None
-                pl.when(stage.place.is_there)(functools.partial(_compute, stage, scratch, used, followed_by, index))
-                used = used + jnp.where(stage.place.is_there, stage.sizes.steps, 0)
+                pl.when(stage.count > 0)(functools.partial(_compute, stage, scratch, used, followed_by, index))
+                used = used + stage.count * stage.sizes.steps
 
         @pl.when(warpgroup == 1)
         def _():
@@ -241,29 +247,26 @@ def _multiply(stages: list[_Stage]) -> None:
 
 
 def _compute(stage: _Stage, scratch: _Scratch, used: jax.Array, followed_by: _Stage | None, index: int) -> None:
-    """A stage of one CTA; `used`: slots of the ring that the stages before have used."""
-    sizes, refs, place = stage
+    """A stage of one CTA, and the news of it; `used`: slots of the ring that the stages before have used."""
+    sizes, refs, _, count = stage
     if index:
         # When its x is there, the stage before is complete: all that is read below.
         plgpu.barrier_wait(scratch.xs_full.at[lax.rem(used, jnp.int32(sizes.num_slots))])
-    multiply = functools.partial(_sums, sizes, scratch, used, has_first_x=index > 0)
-    if refs.out is None:
-        _store_part(refs, place, multiply())
-        return
-    results = Results(sizes, refs, place)
-    if sizes.num_squares:
-        rstd = functools.partial(write_rstd, sizes, refs, place, scratch.rstd)
-        if index:  # x is still on its way
-            multiply = functools.partial(multiply, meanwhile=rstd)
-        else:  # the weights are
-            rstd()
     if sizes.parts == 1:
-        scratch.turned.at[:, pl.ds(0, PRODUCT_ROWS)].transpose((1, 0))[...] = multiply()
-        plgpu.commit_smem()
-        results.store(lambda rows, columns: [scratch.turned.at[rows, columns]], scratch.rstd)
+        compute = functools.partial(_compute_unit, stage, scratch, used, index > 0)
+        if sizes.num_places <= sizes.grid:
+            compute(0)
+        else:
+            lax.fori_loop(0, count, lambda i, _: compute(i), None)
         _tell(stage, followed_by, index)
         return
-    _store_part(refs, place, multiply())
+    place = stage.place(0)
+    if refs.out is None:
+        _store_part(refs, place, _sums(sizes, scratch, used))
+        return
+    results = Results(sizes, refs, place)
+    sums = _sums_and_rstd(stage, place, scratch, used, 0, index > 0)
+    _store_part(refs, place, sums)
     arrive(refs.arrivals, MAX_STAGES + place.group)
 
     @pl.when(place.part < sizes.num_enders)
@@ -271,6 +274,38 @@ def _compute(stage: _Stage, scratch: _Scratch, used: jax.Array, followed_by: _St
         wait_for_parts(refs.arrivals, MAX_STAGES + place.group, sizes.parts, sizes.num_enders)
         results.store(functools.partial(_parts, sizes, refs, place), scratch.rstd)
         _tell(stage, followed_by, index)
+
+
+def _compute_unit(
+    stage: _Stage, scratch: _Scratch, used: jax.Array, has_first_x: bool, number: jax.Array | int
+) -> None:
+    """A unit from all of K."""
+    sizes, place = stage.sizes, stage.place(number)
+    if not isinstance(number, int):
+        plgpu.commit_smem()  # all have read the unit before
+    results = Results(sizes, stage.refs, place)
+    sums = _sums_and_rstd(stage, place, scratch, used, number, has_first_x)
+    scratch.turned.at[:, pl.ds(0, PRODUCT_ROWS)].transpose((1, 0))[...] = sums
+    plgpu.commit_smem()
+    results.store(lambda rows, columns: [scratch.turned.at[rows, columns]], scratch.rstd)
+
+
+def _sums_and_rstd(
+    stage: _Stage, place: Place, scratch: _Scratch, used: jax.Array, number: jax.Array | int, has_first_x: bool
+) -> jax.Array:
+    """See _sums; and what the norm wants in shared memory, read while x is on its way, or the weights."""
+    sizes = stage.sizes
+    sums = functools.partial(_sums, sizes, scratch, used + number * sizes.steps)
+    sums = functools.partial(sums, has_first_x=number == 0) if has_first_x else sums
+    if not sizes.num_squares:
+        return sums()
+    write = functools.partial(write_rstd, sizes, stage.refs, place, scratch.rstd)
+    is_known = sizes.tokens == sizes.num_rows and not isinstance(number, int)  # but for the first unit
+    write_once = (lambda: pl.when(number == 0)(write)) if is_known else write
+    if has_first_x:
+        return sums(meanwhile=write_once)
+    write_once()
+    return sums()
 
 
 def _tell(stage: _Stage, followed_by: _Stage | None, index: int) -> None:
@@ -284,11 +319,11 @@ def _fill_ring(
     stages: list[_Stage],
     scratch: _Scratch,
     number: int,
-    copy: Callable[[_Stage, _Scratch, jax.Array, jax.Array], None],
+    copy: Callable[[_Stage, Place, _Scratch, jax.Array, jax.Array], None],
     *,
     waits: bool,
 ) -> None:
-    """One warp: copy(stage, scratch, step, slot) for all steps, or each copy_warps-th, as slots become free.
+    """One warp: copy(stage, place, scratch, step, slot) for all steps, or each copy_warps-th, as slots become free.
 
     `waits`: each stage's copies wait until the stage before is complete.
     """
@@ -298,11 +333,8 @@ def _fill_ring(
     used = jnp.int32(0)
     for index, stage in enumerate(stages):
         if waits and index:
-            before = stages[index - 1]
-            num_arrivals = before.sizes.num_groups * (before.sizes.num_enders if before.sizes.parts > 1 else 1)
-            pl.when(stage.place.is_there)(
-                functools.partial(wait_for_arrivals, stage.refs.arrivals, index - 1, num_arrivals)
-            )
+            num_arrivals = stages[index - 1].sizes.num_enders_in_all
+            pl.when(stage.count > 0)(functools.partial(wait_for_arrivals, stage.refs.arrivals, index - 1, num_arrivals))
 
         def fill(i: jax.Array, _: None, stage: _Stage = stage, used: jax.Array = used) -> None:
             slot = lax.rem(i, jnp.int32(num_slots))
@@ -311,9 +343,13 @@ def _fill_ring(
             def _():
                 plgpu.barrier_wait(free.at[slot])
 
-            copy(stage, scratch, i - used, slot)
+            number, step = 0, i - used
+            if stage.sizes.num_places > stage.sizes.grid:
+                number = div(step, stage.sizes.steps)
+                step = step - number * stage.sizes.steps
+            copy(stage, stage.place(number), scratch, step, slot)
 
-        end = used + jnp.where(stage.place.is_there, stage.sizes.steps, 0)
+        end = used + stage.count * stage.sizes.steps
         _each_of(number, warps, used, end, fill)
         used = end
 
@@ -341,9 +377,9 @@ def _inputs(sizes: RowMatmulSizes, place: Place, step: jax.Array) -> Any:
     return pl.ds((place.part * sizes.steps + step) * sizes.slot_inputs, sizes.slot_inputs)
 
 
-def _copy_weights(stage: _Stage, scratch: _Scratch, step: jax.Array, slot: jax.Array) -> None:
+def _copy_weights(stage: _Stage, place: Place, scratch: _Scratch, step: jax.Array, slot: jax.Array) -> None:
     """64 rows; those of a gate and those of what it gates one below the other."""
-    sizes, refs, place = stage
+    sizes, refs = stage.sizes, stage.refs
     full, inputs, first = scratch.weights_full.at[slot], _inputs(sizes, place, step), refs.first_way(sizes)
     if sizes.is_gated and scratch.gated is not None:
         rows = pl.ds(place.unit * sizes.columns, sizes.columns)
@@ -357,9 +393,9 @@ def _copy_weights(stage: _Stage, scratch: _Scratch, step: jax.Array, slot: jax.A
         plgpu.copy_gmem_to_smem(refs.weight.at[first + way, rows, inputs], target, full)
 
 
-def _copy_x(stage: _Stage, scratch: _Scratch, step: jax.Array, slot: jax.Array) -> None:
-    sizes, refs, place = stage
-    source = refs.x.at[pl.ds(place.first_token, sizes.tokens), _inputs(sizes, place, step)]
+def _copy_x(stage: _Stage, place: Place, scratch: _Scratch, step: jax.Array, slot: jax.Array) -> None:
+    sizes = stage.sizes
+    source = stage.refs.x.at[pl.ds(place.first_token, sizes.tokens), _inputs(sizes, place, step)]
     plgpu.copy_gmem_to_smem(source, scratch.xs.at[slot], scratch.xs_full.at[slot])
 
 
@@ -368,7 +404,7 @@ def _sums(
     scratch: _Scratch,
     used: jax.Array,
     *,
-    has_first_x: bool,
+    has_first_x: bool | jax.Array = False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> jax.Array:
     """f32[64, tokens] of a part of K, in registers that hold one number each, so that they can be stored turned.
@@ -383,8 +419,11 @@ def _sums(
         def multiply(step: jax.Array | int) -> None:
             slot = slot_of(step)
             plgpu.barrier_wait(scratch.weights_full.at[slot])
-            if not (has_first_x and isinstance(step, int)):
-                plgpu.barrier_wait(scratch.xs_full.at[slot])
+            wait_for_x = functools.partial(plgpu.barrier_wait, scratch.xs_full.at[slot])
+            if isinstance(step, int) and isinstance(has_first_x, jax.Array):
+                pl.when(jnp.logical_not(has_first_x))(wait_for_x)
+            elif not (isinstance(step, int) and has_first_x):
+                wait_for_x()
             plgpu.wgmma(acc, scratch.weights.at[slot], scratch.xs.at[slot].transpose((1, 0)))
 
         def next_step(step: jax.Array, _: None) -> None:
@@ -412,10 +451,11 @@ def _parts(sizes: RowMatmulSizes, refs: RowMatmulRefs, place: Place, rows: Any, 
 
 def _add_parts(stages: list[_Stage]) -> None:
     """A kernel of its own that ends what _multiply began: for the interpreter, which has no atomics."""
-    ((sizes, refs, place),) = stages
+    (stage,) = stages
+    sizes, refs, place = stage.sizes, stage.refs, stage.place(0)
 
     def scoped(rstd: Ref) -> None:
-        @pl.when(jnp.logical_and(place.part < sizes.num_enders, place.is_there))
+        @pl.when(jnp.logical_and(place.part < sizes.num_enders, stage.count > 0))
         def _():
             if sizes.num_squares:
                 write_rstd(sizes, refs, place, rstd)

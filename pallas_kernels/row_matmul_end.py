@@ -22,28 +22,32 @@ _SQUARES_AT_ONCE = 16  # for loads to overlap
 
 @dataclass(frozen=True)
 class Place:
-    """What a CTA computes: a unit of outputs of some tokens, from a part of K."""
+    """What a CTA computes at a time: a unit of outputs of some tokens, from a part of K."""
 
-    is_there: jax.Array  # otherwise nothing, and the rest means nothing
     part: jax.Array
     group: jax.Array
     unit: jax.Array
     first_token: jax.Array
 
     @classmethod
-    def of_cta(cls, sizes: RowMatmulSizes, refs: RowMatmulRefs) -> "Place":
-        """CTAs that share a unit follow each other. Nobody does anything for a layer -1."""
-        cta = lax.axis_index("cta")
-        if sizes.first_cta:
-            cta = cta + (sizes.grid - sizes.first_cta)
-            cta = jnp.where(cta >= sizes.grid, cta - sizes.grid, cta)
-        group = div(cta, sizes.parts)
+    def of(cls, sizes: RowMatmulSizes, index: jax.Array) -> "Place":
+        """Of all places in order; those that share a unit follow each other."""
+        group = div(index, sizes.parts)
         token_tile = div(group, sizes.num_units)
         unit = group - token_tile * sizes.num_units
-        is_there = refs.layer(sizes) >= 0
-        if sizes.num_ctas < sizes.grid:
-            is_there = jnp.logical_and(is_there, cta < sizes.num_ctas)
-        return cls(is_there, cta - group * sizes.parts, group, unit, token_tile * sizes.tokens)
+        return cls(index - group * sizes.parts, group, unit, token_tile * sizes.tokens)
+
+
+def my_places(sizes: RowMatmulSizes, refs: RowMatmulRefs) -> tuple[jax.Array, jax.Array]:
+    """The first place of this CTA, and how many it has: each grid-th from there on, none for a layer -1."""
+    first = lax.axis_index("cta")
+    if sizes.first_cta:
+        first = first + (sizes.grid - sizes.first_cta)
+        first = jnp.where(first >= sizes.grid, first - sizes.grid, first)
+    end = jnp.where(refs.layer(sizes) >= 0, sizes.num_places, 0)
+    if sizes.num_places <= sizes.grid:
+        return first, jnp.where(first < end, 1, 0)
+    return first, div(jnp.maximum(end - first + (sizes.grid - 1), 0), sizes.grid)
 
 
 @functools.cache

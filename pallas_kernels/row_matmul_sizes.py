@@ -3,6 +3,7 @@
 Letters: T rows (tokens)  K inputs  N outputs
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ class RowMatmulSizes:
     tokens: int  # rows of x that a CTA takes
     parts: int  # of K
     grid: int  # thread blocks of the kernel
-    first_cta: int  # the one that the first group begins with
+    first_cta: int  # which has the first place
     tile: int  # atoms of K that a slot of the ring holds
     num_slots: int
     copies: int  # of weights that fill a slot
@@ -69,17 +70,22 @@ class RowMatmulSizes:
 
     @property
     def num_groups(self) -> int:
-        """Thread blocks that do not share their results."""
+        """Places that do not share their results."""
         return self.num_units * (self.num_rows // self.tokens)
 
     @property
-    def num_ctas(self) -> int:
-        """Thread blocks that take part."""
+    def num_places(self) -> int:
+        """What there is to compute: each place is a thread block's, which may have several of one product."""
         return self.num_groups * self.parts
 
     @property
+    def num_enders_in_all(self) -> int:
+        """Thread blocks that end with results."""
+        return self.num_groups * self.num_enders if self.parts > 1 else min(self.num_groups, self.grid)
+
+    @property
     def steps(self) -> int:
-        """Slots that a CTA fills."""
+        """Slots that a place fills."""
         return self.num_inputs // (_ATOM_INPUTS * self.tile * self.parts)
 
     @property
@@ -162,15 +168,10 @@ def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[Matmul
     return None
 
 
-def stages_by_kernel(
-    num_rows: int, stages: tuple[MatmulStage, ...], config: RowMatmulConfig
-) -> list[tuple[MatmulStage, ...]]:
-    """Which stages are one kernel: all, if the thread blocks of each are resident at once; else each by itself."""
-    cuts = [_cut(num_rows, stage, config) for stage in stages]
-    are_resident = all(cut.num_groups * cut.parts <= config.num_ctas for cut in cuts)
-    if config.one_kernel and len(stages) <= MAX_STAGES and are_resident:
-        return [stages]
-    return [(stage,) for stage in stages]
+def stages_by_kernel(stages: tuple[MatmulStage, ...], config: RowMatmulConfig) -> list[tuple[MatmulStage, ...]]:
+    """Which stages are one kernel: as many as there are counters for, or each by itself."""
+    count = MAX_STAGES if config.one_kernel else 1
+    return list(itertools.batched(stages, count))
 
 
 def make_sizes(
@@ -183,7 +184,7 @@ def make_sizes(
     layer_indices: list[int],
     config: RowMatmulConfig,
 ) -> tuple[RowMatmulSizes, ...]:
-    """Cut the products of a kernel. Each stage begins on the thread block behind the last one of the stage before.
+    """Cut the products of a kernel. Each begins on the thread block behind the last one of the product before.
 
     Args:
       following: the stage after them, if it norms what the last one gives.
@@ -196,11 +197,11 @@ def make_sizes(
     room = config.smem_bytes - turned_bytes
     tile, num_slots = _ring_of([cut.atoms for cut in cuts], 2 * _ATOM_INPUTS * (PRODUCT_ROWS + tokens), room, config)
     made: list[RowMatmulSizes] = []
-    first_cta, is_one = 0, len(stages) == 1
+    first_cta = 0
+    grid = min(config.num_ctas, sum(cut.num_groups * cut.parts for cut in cuts))
     for i, (stage, after, cut) in enumerate(zip(stages, (*stages[1:], following), cuts, strict=True)):
         num_outputs, num_inputs = stage.weight.shape[-2:]
         has_squares = made and stage.norm_weight is not None
-        num_ctas = cut.num_groups * cut.parts
         made.append(
             RowMatmulSizes(
                 num_rows=num_rows,
@@ -208,7 +209,7 @@ def make_sizes(
                 num_outputs=num_outputs,
                 tokens=tokens,
                 parts=cut.parts,
-                grid=num_ctas if is_one else config.num_ctas,
+                grid=grid,
                 first_cta=first_cta,
                 tile=tile,
                 num_slots=num_slots,
@@ -225,7 +226,7 @@ def make_sizes(
                 next_layer_index=layer_indices[min(i + 1, len(layer_indices) - 1)],
             )
         )
-        first_cta = (first_cta + num_ctas) % config.num_ctas
+        first_cta = (first_cta + made[-1].num_places) % grid
     return tuple(made)
 
 

@@ -60,10 +60,10 @@ def test_products_match_float64_and_pads_of_nan_reach_no_other_row(name, backend
     assert_matches(CASES[name], backend)
 
 
-@pytest.mark.parametrize(("following_layer", "copy_warps"), [(0, 1), (-1, 2)])
-def test_products_in_one_kernel_have_the_bits_of_a_kernel_each(following_layer, copy_warps, monkeypatch):
-    """Thread blocks wait for each other; some have nothing of a stage, or two; K is cut; the ring goes round."""
-    case = case_of(F16, 16, *layer_tail(F16, 64, 256, 128, has_bias=True), F16.stage(64, 64, has_norm=True))
+@pytest.mark.parametrize(("rows", "following_layer", "copy_warps"), [(16, 0, 1), (8, -1, 2)])
+def test_products_in_one_kernel_have_the_bits_of_a_kernel_each(rows, following_layer, copy_warps, monkeypatch):
+    """Thread blocks wait for each other; some have nothing of a stage, or two units; K is cut; the ring goes round."""
+    case = case_of(F16, rows, *layer_tail(F16, 64, 256, 192, has_bias=True), F16.stage(64, 64, has_norm=True))
     x, stages, residual = jax.tree.map(partial(jnp.asarray, dtype=case.dtype), (case.x, case.stages, case.residual))
     layer, following = jnp.int32(1), jnp.int32(following_layer)
     layers = [layer, layer, layer, following]
@@ -84,7 +84,7 @@ def test_products_in_one_kernel_have_the_bits_of_a_kernel_each(following_layer, 
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_array_equal(one, other)
     assert counters.calls.count("reset_arrivals") == 5 * copy_warps and not any(counters.values.values())
-    assert counters.calls.count("wait_for_parts") > 4
+    assert "wait_for_parts" in counters.calls
 
 
 @pytest.mark.gpu
@@ -143,7 +143,7 @@ def test_how_the_products_of_a_layer_are_cut():
     stages = layer_stages(LAYER_SHAPES[0])
     for rows in (16, 64):
         sizes = {name: cut(rows, stage) for name, stage in stages.items()}
-        assert {name: (one.num_ctas, one.parts) for name, one in sizes.items()} == {
+        assert {name: (one.grid, one.parts) for name, one in sizes.items()} == {
             "qkv": (64, 1),
             "o": (128, 8),
             "gate_up": (96, 1),
@@ -167,22 +167,22 @@ def test_cuts_are_whole_and_thread_blocks_that_wait_are_resident(shape, config):
             assert sizes.rows_each % sizes.end_rows == 0
             assert sizes.num_slots == sizes.steps or sizes.num_slots >= 2, name
             if sizes.parts > 1:
-                assert sizes.num_ctas <= config.num_ctas and sizes.num_groups <= MAX_GROUPS, name
+                assert sizes.num_places <= config.num_ctas and sizes.num_groups <= MAX_GROUPS, name
 
 
-def test_a_layer_is_one_kernel_where_the_thread_blocks_of_each_product_are_resident():
-    of_layer = {}
-    for shape in LAYER_SHAPES:
-        stages = layer_stages(shape)
-        of_layer[shape.name] = stages_by_kernel(64, tuple(stages[name] for name in LAYER), ONE_KERNEL)
-    num_kernels = {name: len(kernels) for name, kernels in of_layer.items()}
-    assert num_kernels == {"qwen3-0.6b": 1, "smollm2-135m": 1, "qwen3-1.7b": 4, "llama-3.1-8b": 4}
-    (stages,) = of_layer["qwen3-0.6b"]
-    sizes = make_sizes(64, jnp.bfloat16, stages, None, num_squares=0, layer_indices=[0, 0, 0, 1], config=ONE_KERNEL)
+def test_how_the_products_of_a_layer_are_cut_as_one_kernel():
+    def of_layer(shape):
+        stages = tuple(layer_stages(shape)[name] for name in LAYER)
+        (chain,) = stages_by_kernel(stages, ONE_KERNEL)
+        return make_sizes(64, jnp.bfloat16, chain, None, num_squares=0, layer_indices=[0, 0, 0, 1], config=ONE_KERNEL)
+
+    sizes = of_layer(LAYER_SHAPES[0])
     # Each begins where the one before ends, so that all have about as much to read; a ring serves all of them.
-    assert [(one.first_cta, one.num_ctas) for one in sizes] == [(0, 128), (128, 96), (92, 128), (88, 64)]
+    assert [(one.first_cta, one.num_places) for one in sizes] == [(0, 128), (128, 96), (92, 128), (88, 64)]
     assert {(one.grid, one.tile, one.num_slots) for one in sizes} == {(132, 2, 6)}
     assert [one.num_squares for one in sizes] == [0, 16, 0, 16] and [one.layer_index for one in sizes] == [0, 0, 0, 1]
+    # Of Llama-3.1-8B thread blocks have 3 or 4 units of gate and up.
+    assert [(one.num_places, one.parts) for one in of_layer(LAYER_SHAPES[3])] == [(128, 2), (448, 1), (128, 2), (96, 1)]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_the_products_of_a_layer_lower_to_a_kernel_each(shape, rows, options):
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows"), [(LAYER_SHAPES[0], 128), (LAYER_SHAPES[1], 16)], ids=["128 rows", "16 rows"]
+    ("shape", "rows"), [(LAYER_SHAPES[0], 128), (LAYER_SHAPES[3], 16)], ids=["128 rows", "16 rows"]
 )
 def test_the_products_of_a_layer_lower_to_one_kernel(shape, rows, monkeypatch):
     monkeypatch.setattr(tuning, "H200_ROW_MATMUL", ONE_KERNEL)
