@@ -57,24 +57,19 @@ def test_tokens_are_those_of_xla(vocab, kernels, monkeypatch):
 
 
 @pytest.mark.parametrize("vocab", [67, 8257], ids=str)
-def test_a_row_without_hope_gives_an_id_that_exists(vocab, kernels):
-    logits = jnp.full((5, vocab), -jnp.inf).at[1:3].set(jnp.nan).at[4].set(jnp.nan)
-    rows = make_rows([SamplingParams(temperature=t, top_p=p) for t, p in ((0, 1), (0, 1), (1, 1), (1, 1), (1, 0.9))])
-    for of_backend in (choose(kernels), jax.jit(draw.choose)):
-        ids = np.asarray(of_backend(logits, rows))
-        assert ((ids >= 0) & (ids < vocab)).all() and ids[0] == ids[3] == 0
-
-
-@pytest.mark.parametrize("vocab", [67, 8257], ids=str)
-def test_an_infinite_logit_leaves_nothing_to_draw(vocab, kernels):
-    """Infinite as it comes, or once the temperature is applied: the first of the largest is taken."""
+def test_a_row_that_leaves_nothing_to_draw_gives_an_id_that_exists(vocab, kernels):
+    """Logits of -inf or NaN alone; infinite ones, as they come or once the temperature is applied: the first one."""
+    hopeless = [SamplingParams(temperature=t, top_p=p) for t, p in ((0, 1), (0, 1), (1, 1), (1, 1), (1, 0.9))]
     fields = [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.5}, {"top_k": 200, "top_p": 0.9}]
-    params = [SamplingParams(**f, temperature=0.01) for f in fields]  # pyright: ignore[reportArgumentType]
-    rows = make_rows(params)
+    infinite = [SamplingParams(**f, temperature=0.01) for f in fields]  # pyright: ignore[reportArgumentType]
+    logits = [jnp.full((5, vocab), -jnp.inf).at[1:3].set(jnp.nan).at[4].set(jnp.nan)]
     for large in (jnp.inf, 2e37):
-        logits = jnp.zeros((len(params), vocab)).at[:, 3].set(1e37).at[:, jnp.array([41, 66])].set(large)
-        for of_backend in (choose(kernels), jax.jit(draw.choose)):
-            assert of_backend(logits, rows).tolist() == [41] * len(params)
+        logits.append(jnp.zeros((5, vocab)).at[:, 3].set(1e37).at[:, jnp.array([41, 66])].set(large))
+    rows = make_rows([*hopeless, *infinite, *infinite])
+    for of_backend in (choose(kernels), jax.jit(draw.choose)):
+        ids = np.asarray(of_backend(jnp.concatenate(logits), rows))
+        assert ((ids >= 0) & (ids < vocab)).all() and ids[0] == ids[3] == 0
+        assert ids[5:].tolist() == [41] * 10
 
 
 @pytest.mark.parametrize("vocab", [5003], ids=str)

@@ -60,7 +60,9 @@ def test_products_match_float64_and_pads_of_nan_reach_no_other_row(name, backend
     assert_matches(CASES[name], backend)
 
 
-@pytest.mark.parametrize(("rows", "following_layer", "copy_warps"), [(16, 0, 1), (8, -1, 2)])
+@pytest.mark.parametrize(
+    ("rows", "following_layer", "copy_warps"), [(16, 0, 2), pytest.param(8, -1, 1, marks=pytest.mark.slow)]
+)
 def test_products_in_one_kernel_have_the_bits_of_a_kernel_each(rows, following_layer, copy_warps, monkeypatch):
     """Thread blocks wait for each other; some have nothing of a stage, or two units; K is cut; the ring goes round."""
     case = case_of(F16, rows, *layer_tail(F16, 64, 256, 192, has_bias=True), F16.stage(64, 64, has_norm=True))
