@@ -88,6 +88,17 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def check_at_least(least: int, args: argparse.Namespace, *names: str) -> None:
+    """Refuse fields that are smaller. None is not given.
+
+    Raises: ValueError that names option, value and limit.
+    """
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"{flag(name)} {value} must be at least {least}.")
+
+
 def add_engine_options(group: Any, leave_out: Iterable[str] = (), **texts: str) -> None:
     """One option for every field of EngineArgs; one that is not given keeps the field's default.
 

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxvllm.bench import loads
-from jaxvllm.cli_args import add_engine_options, given_engine_args
+from jaxvllm.cli_args import add_engine_options, check_at_least, given_engine_args
 from jaxvllm.metrics import Counter
 from jaxvllm.output_files import check_can_write
 from scheduler.sampling_params import SamplingParams
@@ -90,8 +90,7 @@ def run_throughput(args: argparse.Namespace) -> int:
 def run_latency(args: argparse.Namespace) -> int:
     """Time the same batch again and again; no prompt is found in the prefix cache."""
     _check(args, "input_len", "output_len", "batch_size", "num_iters", "n")
-    if args.num_iters_warmup < 0:
-        raise ValueError(f"--num-iters-warmup {args.num_iters_warmup} must be at least 0.")
+    check_at_least(0, args, "num_iters_warmup")
     params = _params(args, args.output_len, args.n)
     latencies, num_compiles = [], 0
     with _make_engine(args) as engine:
@@ -115,9 +114,7 @@ def run_latency(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1.")
+    check_at_least(1, args, *names)
     check_can_write("--output-json", args.output_json)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from jaxvllm.bench import loads
 from jaxvllm.bench.loads import BenchRequest
 from jaxvllm.bench.report import METRICS, ServeReport, make_report, parse_goodput, table, to_json
+from jaxvllm.cli_args import check_at_least
 from jaxvllm.output_files import check_can_plot, check_can_write
 
 INFINITY = float("inf")
@@ -122,10 +123,7 @@ def _check(args: argparse.Namespace) -> None:
     if not all(0 <= p <= 100 for p in args.percentiles):
         raise ValueError(f"--metric-percentiles {args.metric_percentiles}: give numbers from 0 to 100, commas between.")
     args.goodput_ms = parse_goodput(args.goodput)
-    for name in ("num_prompts", "max_concurrency"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1.")
+    check_at_least(1, args, "num_prompts", "max_concurrency")
     args.headers = _pairs("--header", args.header)
     args.extra = _pairs("--metadata", args.metadata)
     if args.api_key:

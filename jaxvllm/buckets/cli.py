@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from jaxvllm.bucket_choice import STRATEGIES, choose_policy
-from jaxvllm.cli_args import add_engine_options, given_engine_args
+from jaxvllm.cli_args import add_engine_options, check_at_least, given_engine_args
 from jaxvllm.engine_args import EngineArgs
 from jaxvllm.output_files import check_can_plot, check_can_write
 from scheduler.buckets import DEFAULT_MAX_PROGRAMS, BucketKey, BucketPolicy, StepShape, explicit, load_policy
@@ -173,9 +173,7 @@ def _measure(args: argparse.Namespace, executor: "DeviceExecutor", num_blocks: i
 
 def run_tune(args: argparse.Namespace) -> int:
     """Tune to a trace, simulate, print both policies side by side, and save the tuned one."""
-    for name in ("limit", "rounds"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1.")
+    check_at_least(1, args, "limit", "rounds")
     for option, path in (("--out", args.out), ("--json", args.json)):
         check_can_write(option, path)
     with _silent_scheduler():
