@@ -1,6 +1,5 @@
 """`jaxvllm buckets`: policies compared on a tiny model, steps measured, sizes tuned and taken by the engine."""
 
-import importlib.util
 import json
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from scheduler.plan import PlanLayout
 from scheduler.simulate import Simulation
 from scheduler.trace import synthetic_trace
 from tests.engine.dense import random_tensors, write_folder
+from tests.scripts.load import load
 from tests.tiny_config import T_TINY
 
 LIMITS = ["--max-num-seqs", "2", "--max-num-batched-tokens", "8", "--max-model-len", "32"]
@@ -123,13 +123,7 @@ def test_the_end_releases_the_device_and_leaves_no_folder_whatever_happens(comma
 
 
 def test_the_script_takes_the_benchmarks_models_by_name():
-    path = Path(__file__).parents[2] / "scripts"
-    spec = importlib.util.spec_from_file_location("compare_buckets", path / "compare_buckets.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(path))
-        spec.loader.exec_module(module)
+    module = load("compare_buckets")
     words = module.arguments(["--model", "qwen3-0.6b", "--num-requests", "7"])
     assert words[:3] == ["buckets", "compare", "--model"] and words[4:] == [
         "--load-format",

@@ -1,24 +1,13 @@
 """Running all measurements in one go, and what each result says it is of."""
 
-import importlib.util
 import json
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where its dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
+from tests.scripts.load import SCRIPTS, load
 
 
 @pytest.fixture
