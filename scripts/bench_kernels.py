@@ -298,8 +298,8 @@ def run_all(args: argparse.Namespace) -> int:
     if args.out.exists():
         old = json.loads(args.out.read_text())
         # Rows of a file from before sections were kept apart are nobody's.
-        data = old if "summary" in old else data
-    data |= records.provenance() | {"config": asdict(H200)}
+        data = {kind: old[kind] for kind in data} if "summary" in old else data
+    data["config"] = asdict(H200)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     usual = [name for name, section in SECTIONS.items() if not section.is_experiment]
     names = args.sections.split(",") if args.sections else usual
@@ -321,12 +321,13 @@ def run_all(args: argparse.Namespace) -> int:
         found = [child.rows() for child in children[name]]
         seconds = round(time.monotonic() - start, 1)
         print(f"== {name}: {', '.join(sorted(ends))}, {seconds} s", flush=True)
-        data["sections"][name] = {"commit": data["commit"], "end": ", ".join(sorted(ends)), "seconds": seconds}
+        commit = records.provenance()["commit"]
+        data["sections"][name] = {"commit": commit, "end": ", ".join(sorted(ends)), "seconds": seconds}
         for kind in ("checks", "rows"):
             new = [{"section": name, **row} for rows in found for row in rows.get(kind, [])]
             data[kind] = [row for row in data[kind] if row["section"] != name] + new
         data["summary"] = summarise(data)
-        args.out.write_text(json.dumps(data, indent=1) + "\n")
+        records.write(args.out, data)
     for key, value in data["summary"].items():
         print(f"{key}: {value}")
     right = "wrong" not in data["summary"] and all(row.get("passed") == row["batches"] for row in data["checks"])

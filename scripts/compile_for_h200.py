@@ -124,13 +124,12 @@ def compile_products(only: str) -> None:
             of_chain = tuple(stages[part] for part in chain)
             x: Any = jax.ShapeDtypeStruct((rows, of_chain[0].weight.shape[-1]), jnp.bfloat16)
             is_wanted = rows != FEW_ROWS or prefers_matmul_kernel(x, of_chain, "mosaic_gpu")
-            if only not in name or not is_wanted:
+            if not is_wanted:
                 continue
-            print(f"== {name}", flush=True)
             residual = jax.ShapeDtypeStruct((rows, shape.hidden), jnp.bfloat16)
             specs = (x, jax.tree.map(stacked, of_chain), residual if chain != ("qkv",) else None)
             specs = jax.tree.map(lambda x: _on(device, x), (*specs, jax.ShapeDtypeStruct((), jnp.int32)))
-            jax.jit(call).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
+            _compile_one(only, name, call, *specs)
 
 
 def compile_rows(only: str) -> None:
@@ -142,17 +141,13 @@ def compile_rows(only: str) -> None:
     from pallas_kernels.arg_specs import LAYER_SHAPES
 
     device = _device()
+    compile_one = partial(_compile_one, only)
 
     def norm(x, stack, layer):
         return rms_norm(x, LayerSlice(stack, layer), eps=1e-6, backend="mosaic_gpu")
 
     def spec(*shape: int, dtype: Any = jnp.bfloat16):
         return _on(device, jax.ShapeDtypeStruct(shape, dtype))
-
-    def compile_one(name: str, function: Any, *specs: Any) -> None:
-        if only in name:
-            print(f"== {name}", flush=True)
-            jax.jit(function).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
 
     for shape in LAYER_SHAPES:
         if shape.hidden % 128 == 0:
@@ -188,14 +183,9 @@ def compile_sampling(only: str) -> None:
     )
     for model, vocab_size in VOCAB_SIZES.items():
         logits = spec(num_rows, vocab_size, dtype=jnp.float32)
-        if only in (name := f"{model} sampling, process"):
-            print(f"== {name}", flush=True)
-            process = partial(process_logits, backend="mosaic_gpu")
-            jax.jit(process).trace(logits, rows).lower(lowering_platforms=("cuda",)).compile()
-        if only in (name := f"{model} sampling, sample"):
-            print(f"== {name}", flush=True)
-            choose = partial(sample, backend="mosaic_gpu")
-            jax.jit(choose).trace(logits, logits, rows).lower(lowering_platforms=("cuda",)).compile()
+        process, choose = (partial(function, backend="mosaic_gpu") for function in (process_logits, sample))
+        _compile_one(only, f"{model} sampling, process", process, logits, rows)
+        _compile_one(only, f"{model} sampling, sample", choose, logits, logits, rows)
 
 
 def compile_step(folder: Path) -> list[str]:
@@ -251,6 +241,15 @@ def compile_step(folder: Path) -> list[str]:
             if num_products != 4 * config.num_layers + 1:
                 wrong.append(f"{key}: {num_products} products instead of {4 * config.num_layers + 1}")
     return wrong
+
+
+def _compile_one(only: str, name: str, function: Any, *specs: Any) -> None:
+    """Compile a function if its name is wanted, behind its marker in the output."""
+    import jax
+
+    if only in name:
+        print(f"== {name}", flush=True)
+        jax.jit(function).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
 
 
 def _device():
