@@ -39,6 +39,11 @@ class MatmulStage:
         """Whether the weight holds a gate."""
         return self.weight.ndim == 3
 
+    @property
+    def ways(self) -> int:
+        """Weight rows of an output: 2 with a gate."""
+        return 2 if self.is_gated else 1
+
 
 def activate(name: Activation | None, x: jax.Array) -> jax.Array:
     """Apply an activation by name; None is the identity."""

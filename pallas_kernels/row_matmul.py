@@ -200,7 +200,7 @@ class _Scratch(NamedTuple):
 
 
 def _multiply(stages: list[_Stage]) -> None:
-    """One warpgroup computes, two warps of the other copy."""
+    """One warpgroup computes, warps of the other copy."""
     sizes = stages[0].sizes
     num_slots = sizes.num_slots
     has_views = sizes.copies == 1 and any(stage.sizes.is_gated for stage in stages)
@@ -249,12 +249,9 @@ def _multiply(stages: list[_Stage]) -> None:
 def _compute(stage: _Stage, scratch: _Scratch, used: jax.Array, followed_by: _Stage | None, index: int) -> None:
     """A stage of one CTA, and the news of it; `used`: slots of the ring that the stages before have used."""
     sizes, refs, _, count = stage
-    if index:
-        # When its x is there, the stage before is complete: all that is read below.
-        plgpu.barrier_wait(scratch.xs_full.at[lax.rem(used, jnp.int32(sizes.num_slots))])
     if sizes.parts == 1:
         compute = functools.partial(_compute_unit, stage, scratch, used, index > 0)
-        if sizes.num_places <= sizes.grid:
+        if sizes.has_one_place_each:
             compute(0)
         else:
             lax.fori_loop(0, count, lambda i, _: compute(i), None)
@@ -264,8 +261,7 @@ def _compute(stage: _Stage, scratch: _Scratch, used: jax.Array, followed_by: _St
     if refs.out is None:
         _store_part(refs, place, _sums(sizes, scratch, used))
         return
-    results = Results(sizes, refs, place)
-    sums = _sums_and_rstd(stage, place, scratch, used, 0, index > 0)
+    results, sums = _begin(stage, scratch, used, index > 0, 0)
     _store_part(refs, place, sums)
     arrive(refs.arrivals, MAX_STAGES + place.group)
 
@@ -276,36 +272,42 @@ def _compute(stage: _Stage, scratch: _Scratch, used: jax.Array, followed_by: _St
         _tell(stage, followed_by, index)
 
 
-def _compute_unit(
-    stage: _Stage, scratch: _Scratch, used: jax.Array, has_first_x: bool, number: jax.Array | int
-) -> None:
-    """A unit from all of K."""
-    sizes, place = stage.sizes, stage.place(number)
+def _compute_unit(stage: _Stage, scratch: _Scratch, used: jax.Array, is_behind: bool, number: jax.Array | int) -> None:
+    """A unit from all of K; see _begin."""
     if not isinstance(number, int):
         plgpu.commit_smem()  # all have read the unit before
-    results = Results(sizes, stage.refs, place)
-    sums = _sums_and_rstd(stage, place, scratch, used, number, has_first_x)
+    results, sums = _begin(stage, scratch, used, is_behind, number)
     scratch.turned.at[:, pl.ds(0, PRODUCT_ROWS)].transpose((1, 0))[...] = sums
     plgpu.commit_smem()
     results.store(lambda rows, columns: [scratch.turned.at[rows, columns]], scratch.rstd)
 
 
-def _sums_and_rstd(
-    stage: _Stage, place: Place, scratch: _Scratch, used: jax.Array, number: jax.Array | int, has_first_x: bool
-) -> jax.Array:
-    """See _sums; and what the norm wants in shared memory, read while x is on its way, or the weights."""
-    sizes = stage.sizes
-    sums = functools.partial(_sums, sizes, scratch, used + number * sizes.steps)
-    sums = functools.partial(sums, has_first_x=number == 0) if has_first_x else sums
-    if not sizes.num_squares:
-        return sums()
-    write = functools.partial(write_rstd, sizes, stage.refs, place, scratch.rstd)
-    is_known = sizes.tokens == sizes.num_rows and not isinstance(number, int)  # but for the first unit
-    write_once = (lambda: pl.when(number == 0)(write)) if is_known else write
-    if has_first_x:
-        return sums(meanwhile=write_once)
-    write_once()
-    return sums()
+def _begin(
+    stage: _Stage, scratch: _Scratch, used: jax.Array, is_behind: bool, number: jax.Array | int
+) -> tuple[Results, jax.Array]:
+    """The results to be stored of one of this CTA's places, and their sums (see _sums); writes what their norm wants.
+
+    `is_behind`: another stage in the same kernel, which is complete when x is there: only then all else is read.
+    """
+    sizes, place = stage.sizes, stage.place(number)
+    used = used + number * sizes.steps
+    if is_behind:
+        plgpu.barrier_wait(scratch.xs_full.at[lax.rem(used, jnp.int32(sizes.num_slots))])
+    results = Results(sizes, stage.refs, place)
+
+    def write() -> None:
+        if not sizes.num_squares:
+            return
+        write_now = functools.partial(write_rstd, sizes, stage.refs, place, scratch.rstd)
+        if isinstance(number, int) or sizes.tokens < sizes.num_rows:
+            write_now()
+        else:  # several units of the same tokens
+            pl.when(number == 0)(write_now)
+
+    if is_behind:  # the rest of x is still on its way
+        return results, _sums(sizes, scratch, used, has_first_x=True, meanwhile=write)
+    write()  # the weights are
+    return results, _sums(sizes, scratch, used)
 
 
 def _tell(stage: _Stage, followed_by: _Stage | None, index: int) -> None:
@@ -318,7 +320,7 @@ def _tell(stage: _Stage, followed_by: _Stage | None, index: int) -> None:
 def _fill_ring(
     stages: list[_Stage],
     scratch: _Scratch,
-    number: int,
+    warp: int,
     copy: Callable[[_Stage, Place, _Scratch, jax.Array, jax.Array], None],
     *,
     waits: bool,
@@ -344,20 +346,20 @@ def _fill_ring(
                 plgpu.barrier_wait(free.at[slot])
 
             number, step = 0, i - used
-            if stage.sizes.num_places > stage.sizes.grid:
+            if not stage.sizes.has_one_place_each:
                 number = div(step, stage.sizes.steps)
                 step = step - number * stage.sizes.steps
             copy(stage, stage.place(number), scratch, step, slot)
 
         end = used + stage.count * stage.sizes.steps
-        _each_of(number, warps, used, end, fill)
+        _each_of(warp, warps, used, end, fill)
         used = end
 
     # Every completion of a barrier has to be waited for before the CTA ends.
     def drain(i: jax.Array, _: None) -> None:
         plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(num_slots))])
 
-    _each_of(number, warps, jnp.maximum(used - num_slots, 0), used, drain)
+    _each_of(warp, warps, jnp.maximum(used - num_slots, 0), used, drain)
     if waits and len(stages) > 1:
         reset_arrivals(stages[0].refs.arrivals, len(stages) - 1, stages[0].sizes.grid * warps)
 
@@ -404,7 +406,7 @@ def _sums(
     scratch: _Scratch,
     used: jax.Array,
     *,
-    has_first_x: bool | jax.Array = False,
+    has_first_x: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> jax.Array:
     """f32[64, tokens] of a part of K, in registers that hold one number each, so that they can be stored turned.
@@ -419,11 +421,8 @@ def _sums(
         def multiply(step: jax.Array | int) -> None:
             slot = slot_of(step)
             plgpu.barrier_wait(scratch.weights_full.at[slot])
-            wait_for_x = functools.partial(plgpu.barrier_wait, scratch.xs_full.at[slot])
-            if isinstance(step, int) and isinstance(has_first_x, jax.Array):
-                pl.when(jnp.logical_not(has_first_x))(wait_for_x)
-            elif not (isinstance(step, int) and has_first_x):
-                wait_for_x()
+            if not (has_first_x and isinstance(step, int)):
+                plgpu.barrier_wait(scratch.xs_full.at[slot])
             plgpu.wgmma(acc, scratch.weights.at[slot], scratch.xs.at[slot].transpose((1, 0)))
 
         def next_step(step: jax.Array, _: None) -> None:

@@ -45,7 +45,7 @@ def my_places(sizes: RowMatmulSizes, refs: RowMatmulRefs) -> tuple[jax.Array, ja
         first = first + (sizes.grid - sizes.first_cta)
         first = jnp.where(first >= sizes.grid, first - sizes.grid, first)
     end = jnp.where(refs.layer(sizes) >= 0, sizes.num_places, 0)
-    if sizes.num_places <= sizes.grid:
+    if sizes.has_one_place_each:
         return first, jnp.where(first < end, 1, 0)
     return first, div(jnp.maximum(end - first + (sizes.grid - 1), 0), sizes.grid)
 

@@ -56,7 +56,7 @@ class RowMatmulSizes:
     @property
     def ways(self) -> int:
         """Weight rows of an output: 2 with a gate."""
-        return _ways(self)
+        return 2 if self.is_gated else 1
 
     @property
     def columns(self) -> int:
@@ -77,6 +77,11 @@ class RowMatmulSizes:
     def num_places(self) -> int:
         """What there is to compute: each place is a thread block's, which may have several of one product."""
         return self.num_groups * self.parts
+
+    @property
+    def has_one_place_each(self) -> bool:
+        """Whether no thread block has two."""
+        return self.num_places <= self.grid
 
     @property
     def num_enders_in_all(self) -> int:
@@ -146,10 +151,6 @@ class RowMatmulRefs:
         return place_in(self.next_norm, jnp.maximum(self.layers[sizes.next_layer_index], 0))
 
 
-def _ways(stage: MatmulStage | RowMatmulSizes) -> int:
-    return 2 if stage.is_gated else 1
-
-
 def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[MatmulStage, ...]) -> str | None:
     """Why there is no kernel for these arguments, in words, or None if there is one."""
     num_rows = x.shape[0]
@@ -161,7 +162,7 @@ def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[Matmul
         if stage.activation == "gelu":
             return "activation gelu, only its approximation by tanh has a kernel"
         num_outputs, num_inputs = stage.weight.shape[-2:]
-        columns = PRODUCT_ROWS // _ways(stage)
+        columns = PRODUCT_ROWS // stage.ways
         if num_outputs % columns or num_inputs % _ATOM_INPUTS:
             shape = f"{num_inputs} inputs and {num_outputs} outputs"
             return f"{shape}, only multiples of {_ATOM_INPUTS} and {columns} have kernels"
@@ -214,7 +215,7 @@ def make_sizes(
                 tile=tile,
                 num_slots=num_slots,
                 copy_warps=1 if num_slots == 1 else config.copy_warps,
-                copies=1 if config.copy_whole_tiles else max(_ways(stage) for stage in stages),
+                copies=1 if config.copy_whole_tiles else max(stage.ways for stage in stages),
                 is_gated=stage.is_gated,
                 activation=stage.activation,
                 adds_residual=stage.adds_residual,
@@ -246,7 +247,7 @@ def _cut(num_rows: int, stage: MatmulStage, config: RowMatmulConfig) -> _Cut:
     """
     num_outputs, num_inputs = stage.weight.shape[-2:]
     tokens = max(n for n in range(ATOM, min(num_rows, config.max_tokens) + 1, ATOM) if num_rows % n == 0)
-    num_units = num_outputs * _ways(stage) // PRODUCT_ROWS
+    num_units = num_outputs * stage.ways // PRODUCT_ROWS
     num_groups = num_units * (num_rows // tokens)
     atoms = num_inputs // _ATOM_INPUTS
 
