@@ -99,6 +99,7 @@ def make_attention_work(
         return None
     config = attention_config(
         interpret=is_interpreted(backend),
+        num_rows=len(seq_lens),
         block_size=block_size,
         head_dim=head_dim,
         cache_bytes=jnp.dtype(cache_dtype).itemsize,
@@ -132,7 +133,7 @@ def paged_attention(
 ) -> jax.Array:
     """See ops.paged_attention. One kernel in a decode bucket, two in a mixed one; both write one array in place."""
     num_heads, head_dim = q.shape[1:]
-    config = _config_of(q.dtype, num_heads, head_dim, kv_cache, sliding_window, backend)
+    config = _config_of(q.dtype, len(seq_lens), num_heads, head_dim, kv_cache, sliding_window, backend)
     options |= {"sliding_window": sliding_window, "config": config, "interpret": is_interpreted(backend)}
     padded = jnp.pad(q, ((0, 0), (0, 0), (0, kv_cache.shape[-1] - head_dim)))
     out = attend(padded, kv_cache, layer, block_tables, seq_lens, query_start_loc, work, **options)
@@ -141,13 +142,14 @@ def paged_attention(
 
 def _config_of(
     dtype: Any,
+    num_rows: int,
     num_heads: int,
     head_dim: int,
     kv_cache: jax.Array,
     sliding_window: int | jax.Array | None,
     backend: Backend,
 ) -> AttentionConfig:
-    """The configuration for a cache; raises NotImplementedError where nothing has kernels."""
+    """The configuration for a bucket and a cache; raises NotImplementedError where nothing has kernels."""
     num_kv_heads, block_size, cache_dim = kv_cache.shape[3:]
     if isinstance(sliding_window, jax.Array):
         raise NotImplementedError(f"{backend} has no kernel for a window that is an array; use backend 'reference'")
@@ -165,6 +167,7 @@ def _config_of(
         raise NotImplementedError(f"{backend} attention: {reason}; use backend 'reference'")
     return attention_config(
         interpret=is_interpreted(backend),
+        num_rows=num_rows,
         block_size=block_size,
         head_dim=cache_dim,
         cache_bytes=kv_cache.dtype.itemsize,
@@ -251,7 +254,8 @@ def rope_write_and_attend(
     num_kv_heads, parts, head_dim = qkv.shape[1:]
     rows = (block_tables, seq_lens, query_start_loc)
     options |= {"sliding_window": sliding_window, "kv_scale": kv_scale}
-    config = _config_of(qkv.dtype, num_kv_heads * (parts - 2), head_dim, kv_cache, sliding_window, backend)
+    num_heads = num_kv_heads * (parts - 2)
+    config = _config_of(qkv.dtype, len(seq_lens), num_heads, head_dim, kv_cache, sliding_window, backend)
     is_whole = head_dim == kv_cache.shape[-1] and (rope is None or 2 * rope[0].shape[-1] == head_dim)
     if len(qkv) > FEW_ROWS or not is_whole or not takes_merged_qkv(parts - 2, head_dim):
         to_write = {"rope": rope, "norm": norm, "kv_scale": kv_scale, "backend": backend}

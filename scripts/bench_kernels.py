@@ -91,7 +91,7 @@ def plan_rows(section: str) -> Iterable[partial[Measurement]]:
 
 
 def plan_checks(section: str) -> list[tuple[CheckShape, int]]:
-    """Shapes to check and the number of batches: 158 of the usual ones, and 110 over all that models may want."""
+    """Shapes to check and the number of batches: 178 of the usual ones, and 110 over all that models may want."""
     if not shapes.ON_CARD:
         tiny = CheckShape(HeadShape("tiny", 2, 1, 64), "mixed", 24, 3, max_len=60, num_slots=400)
         decode = CheckShape(HeadShape("tiny", 2, 1, 128), "decode", 3, 3, max_len=60, num_slots=400)
@@ -105,6 +105,8 @@ def plan_checks(section: str) -> list[tuple[CheckShape, int]]:
         rows.append((CheckShape(qwen3, "decode", 64, 64), 12))
         rows.append((CheckShape(qwen2, "decode", 64, 64, 128), 10))
         rows.append((CheckShape(smollm2, "mixed", 16, 8), 6))
+        rows.append((CheckShape(qwen3, "decode", 16, 16), 10))
+        rows.append((CheckShape(llama, "mixed", 512, 16), 10))
         # Few rows, which one kernel writes and attends.
         rows.append((CheckShape(smollm2, "decode", 8, 8), 6))
         rows.append((CheckShape(qwen3, "decode", 8, 8), 12))

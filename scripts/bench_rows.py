@@ -1,12 +1,13 @@
 """The kernels of norms and gates, or of whole products, inside steps of many rows, against what XLA makes of these.
 
     PYTHONPATH=. python scripts/bench_rows.py --out rows.json
+    PYTHONPATH=. python scripts/bench_rows.py --decode 16 64 128 256 --variants "one kernel" --out products.json
 
 All layers of a model for the tokens of decode steps and of prefill steps, without the sampler: as XLA makes them, and
 with the kernels that serve them: for products up to 256 rows, which the engine takes up to MAX_PREFERRED_ROWS; for
-norms and gates above, which it takes from MIN_PREFERRED_ROWS on. Steps of both are timed in turns, many
-queued at a time, so that neither has a cooler card. A trace of each then tells what took how long; times of products
-depend on the card's power there, more than on these kernels. The hidden states of the two are compared.
+norms and gates above, which it takes from MIN_PREFERRED_ROWS on. Steps of all variants are timed in turns, many
+queued at a time, so that none has a cooler card. A trace of each then tells what took how long; times of products
+depend on the card's power there, more than on these kernels. The hidden states are compared with XLA's.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import os
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,15 @@ from jaxvllm.weights.dummy import dummy_params
 from pallas_kernels import FEW_ROWS, Kind, mosaic_matmul, tuning
 
 BLOCK_SIZE = 16
-VARIANTS = ("xla", "kernels")
+CONTEXT = 800
+# How the kernels of products are made: what of tuning.H200_ROW_MATMUL is otherwise. None: by XLA.
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "xla": None,
+    "kernels": {},
+    "whole tiles": {"copy_whole_tiles": True},
+    "one kernel": {"one_kernel": True, "copy_whole_tiles": True},
+    "one kernel, two warps": {"one_kernel": True, "copy_whole_tiles": True, "copy_warps": 2},
+}
 ROUNDS, ROUND_S = 7, 0.06
 TRACED_STEPS = 3
 # Two right bfloat16 results differ by 1 to 4% after all layers.
@@ -79,17 +88,16 @@ class Step:
         return ids, position.astype(np.int32), AttentionMetadata(*arrays, kind=self.kind, backend="mosaic_gpu")
 
 
-STEPS = (
-    Step("decode", 16, 800, 1),
-    Step("decode", 64, 800, 1),
-    Step("decode", 256, 800, 1),
+PREFILLS = (
     Step("mixed", 1, 1024, 1024),
     Step("mixed", 1, 2048, 2048),
     Step("mixed", 8, 2048, 2048),
 )
 
 
-def compile_all(config: ModelConfig, params: Any, cache: jax.ShapeDtypeStruct) -> dict[Step, Variants]:
+def compile_all(
+    config: ModelConfig, params: Any, cache: jax.ShapeDtypeStruct, steps: list[Step], variants: list[str]
+) -> dict[Step, Variants]:
     """The layers of every step as each variant has them: (cache, params, ids, positions, metadata) -> cache, result."""
     model = get_model_class(config.architecture)(config, unroll_layers=True)
 
@@ -99,18 +107,19 @@ def compile_all(config: ModelConfig, params: Any, cache: jax.ShapeDtypeStruct) -
         return kv_cache, attended.heads  # unrolled: the last layer ends there
 
     mosaic_matmul.MIN_PREFERRED_ROWS = 0
-    by_shape = layer_context.prefers_matmul_kernel
-    jobs: dict[Step, Variants] = {step: {} for step in STEPS}
-    with ThreadPoolExecutor(len(STEPS) * len(VARIANTS)) as pool:
-        for variant in VARIANTS:
-            tuning.MAX_PREFERRED_ROWS = 256 if variant == "kernels" else 0
-            layer_context.prefers_matmul_kernel = by_shape if variant == "kernels" else lambda *_: False
-            for step in STEPS:
+    by_shape, served = layer_context.prefers_matmul_kernel, tuning.H200_ROW_MATMUL
+    jobs: dict[Step, Variants] = {step: {} for step in steps}
+    with ThreadPoolExecutor(len(steps) * len(variants)) as pool:
+        for variant in variants:
+            changes = VARIANTS[variant]
+            tuning.MAX_PREFERRED_ROWS = 0 if changes is None else 256
+            tuning.H200_ROW_MATMUL = replace(served, **(changes or {}))
+            layer_context.prefers_matmul_kernel = by_shape if changes is not None else lambda *_: False
+            for step in steps:
                 assert step.num_tokens > FEW_ROWS, "few rows have kernels of their own"
                 lowered = jax.jit(partial(forward), donate_argnums=0).lower(cache, params, *step.arguments())
                 jobs[step][variant] = pool.submit(lowered.compile, compiler_options("gpu"))
                 jax.clear_caches()  # else the layer that was traced for another variant is taken again
-    layer_context.prefers_matmul_kernel = by_shape
     return {step: {variant: job.result() for variant, job in of_step.items()} for step, of_step in jobs.items()}
 
 
@@ -125,30 +134,32 @@ def measure(step: Step, compiled: Variants, params: Any, kv_cache: jax.Array) ->
             kv_cache, hidden = compiled[variant](kv_cache, *rest)
         return jax.block_until_ready(hidden)
 
-    hidden = {variant: np.asarray(run(variant, 2), np.float32) for variant in VARIANTS}
-    difference = np.linalg.norm(hidden["kernels"] - hidden["xla"]) / np.linalg.norm(hidden["xla"])
-    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    hidden = {variant: np.asarray(run(variant, 2), np.float32) for variant in compiled}
+    times: dict[str, list[float]] = {variant: [] for variant in compiled}
     count = 1
     for number in range(ROUNDS + 1):
-        for variant in VARIANTS:
+        for variant in compiled:
             start = time.perf_counter()
             run(variant, count)
             times[variant].append((time.perf_counter() - start) / count)
         if number == 0:  # says how many fill a round
-            count = max(1, round(ROUND_S / times["xla"].pop()))
-            times["kernels"].pop()
+            count = max(1, round(ROUND_S / times["xla"][0]))
+            times = {variant: [] for variant in compiled}
+    size = np.linalg.norm(hidden["xla"])
     row: dict[str, Any] = {"step": f"{step.kind} {step.num_requests} x {step.num_keys}", "tokens": step.num_tokens}
-    for variant in VARIANTS:
-        row[f"{variant}_ms"] = round(1e3 * statistics.median(times[variant]), 4)
-        row[f"{variant}_device_ms"] = device_ms(partial(run, variant))
-    return row | {"difference": float(difference), "is_right": bool(difference < MAX_DIFFERENCE)}, kv_cache
+    for variant in compiled:
+        difference = float(np.linalg.norm(hidden[variant] - hidden["xla"]) / size)
+        row[variant] = {"ms": round(1e3 * statistics.median(times[variant]), 4)}
+        row[variant] |= {"device_ms": device_ms(partial(run, variant)), "difference": difference}
+    is_right = all(row[variant]["difference"] < MAX_DIFFERENCE for variant in compiled)
+    return row | {"is_right": is_right}, kv_cache
 
 
 def device_ms(step: Any) -> dict[str, float]:
     """What the kernels of a step took by a trace: products, attention, the KV write, and the rest."""
     total = dict.fromkeys(("products", "attention", "rope_and_write_kv", "rest"), 0.0)
     for name, kernel in trace_kernels(step, TRACED_STEPS).items():
-        if name.startswith("nvjet") or "gemm" in name:
+        if name.startswith(("nvjet", "row_matmul")) or "gemm" in name:
             part = "products"
         elif name.startswith("paged_"):
             part = "attention"
@@ -161,17 +172,22 @@ def device_ms(step: Any) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=workloads.MODELS, default="qwen3-0.6b")
+    parser.add_argument("--decode", type=int, nargs="+", help="steps of so many requests alone; default 16, 64, 256")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[], help="beside xla and kernels")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    steps = [Step("decode", num_requests, CONTEXT, 1) for num_requests in args.decode or (16, 64, 256)]
+    steps += () if args.decode else PREFILLS
+    variants = ["xla", "kernels", *args.variants]
     config = resolve(workloads.write_config(args.model)).config
     params = dummy_params(param_specs(get_model_class(config.architecture)(config)))
-    num_blocks = max(step.requests().num_blocks for step in STEPS)
+    num_blocks = max(step.requests().num_blocks for step in steps)
     cache_shape = (config.num_layers, num_blocks, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    compiled = compile_all(config, params, jax.ShapeDtypeStruct(cache_shape, jnp.bfloat16))
+    compiled = compile_all(config, params, jax.ShapeDtypeStruct(cache_shape, jnp.bfloat16), steps, variants)
     kv_cache = jnp.zeros(cache_shape, jnp.bfloat16)
     rows = []
-    for step, variants in compiled.items():
-        row, kv_cache = measure(step, variants, params, kv_cache)
+    for step, of_step in compiled.items():
+        row, kv_cache = measure(step, of_step, params, kv_cache)
         rows.append(row)
         print(json.dumps(row), flush=True)
         records.write(args.out, {"model": args.model, "rows": rows})

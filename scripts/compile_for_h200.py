@@ -78,8 +78,8 @@ def compile_kernels(only: str) -> list[str]:
     device = _device()
     wrong = []
     for heads in HEAD_SHAPES:
-        for bucket in (Bucket("decode", 8, 8), Bucket("decode", 256, 256), Bucket("mixed", 2048, 256)):
-            name = f"{heads.name} {bucket.kind}" + (" of few rows" if bucket.num_rows == 8 else "")
+        for bucket in (*(Bucket("decode", rows, rows) for rows in (8, 16, 256)), Bucket("mixed", 2048, 256)):
+            name = f"{heads.name} {bucket.kind}" + ({8: " of few rows", 16: " of 16 rows"}.get(bucket.num_rows, ""))
             if only not in name:
                 continue
             print(f"== {name}", flush=True)

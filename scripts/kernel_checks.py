@@ -257,7 +257,11 @@ def config_of(shape: CheckShape) -> AttentionConfig:
     dtype = jnp.dtype(shape.cache_dtype or shape.dtype)
     head_dim = cache_head_dim(shape.heads.head_dim)
     return attention_config(
-        interpret=not ON_CARD, block_size=shape.block_size, head_dim=head_dim, cache_bytes=dtype.itemsize
+        interpret=not ON_CARD,
+        num_rows=shape.num_rows,
+        block_size=shape.block_size,
+        head_dim=head_dim,
+        cache_bytes=dtype.itemsize,
     )
 
 

@@ -38,7 +38,7 @@ from pallas_kernels.work_lists import cut_attention_work, make_prefill_work
 
 def prefill_row(shape: PrefillShape) -> Measurement:
     """Prefill attention of one layer. Three arrays take turns: q, the last result, the first result."""
-    config = shape.config.prefill
+    config = shape.config_for(shape.num_requests).prefill
     sizes = np.ones(shape.num_requests, np.int32)
     requests = Requests(sizes * (shape.new + shape.cached), sizes * shape.new, shape.block_size)
     num_tokens = shape.num_requests * shape.new
@@ -83,7 +83,7 @@ def prefill_row(shape: PrefillShape) -> Measurement:
 
 def mixed_row(step: MixedStep) -> Measurement:
     """A mixed step's attention, and that of its decodes and of its chunk alone, which are steps as well."""
-    shape, config = step.heads, step.heads.config
+    shape, config = step.heads, step.heads.config_for(step.num_decodes + 1)
     heads = (shape.num_heads, shape.head_dim)
     one = jax.jit(partial(attend, **shape.options(), config=config))
     programs: dict[str, Program] = {"q": normal_program((step.num_tokens, *heads), jnp.bfloat16, seed=1)}
@@ -131,8 +131,8 @@ def mixed_row(step: MixedStep) -> Measurement:
 
 def work_row(num_tokens: int, num_rows: int, kind: str) -> Measurement:
     """The work lists of a step, which come once a step and not once a layer."""
-    shape = KernelShape("", 32, 8)
-    sizes = {"kind": kind, "num_tokens": num_tokens, "num_heads": 32, "num_kv_heads": 8, "config": shape.config}
+    config = KernelShape("", 32, 8).config_for(num_rows)
+    sizes = {"kind": kind, "num_tokens": num_tokens, "num_heads": 32, "num_kv_heads": 8, "config": config}
     lens = np.full(num_rows, max(num_tokens // num_rows, 1), np.int32)
     starts = np.arange(num_rows + 1, dtype=np.int32) * (num_tokens // num_rows)
     args = (lens, starts, np.int32(0), np.int32(num_rows))

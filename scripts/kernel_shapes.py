@@ -47,10 +47,9 @@ class KernelShape:
     def kv_dtype(self) -> jnp.dtype:
         return jnp.dtype(self.cache_dtype or self.dtype)
 
-    @property
-    def config(self) -> AttentionConfig:
-        """What serves this shape."""
-        sizes = {"block_size": self.block_size, "head_dim": self.cache_head_dim}
+    def config_for(self, num_rows: int) -> AttentionConfig:
+        """What serves so many requests of this shape."""
+        sizes = {"num_rows": num_rows, "block_size": self.block_size, "head_dim": self.cache_head_dim}
         return attention_config(interpret=not ON_CARD, cache_bytes=self.kv_dtype.itemsize, **sizes)
 
     @property
@@ -78,8 +77,8 @@ class DecodeShape(KernelShape):
 
     @property
     def config(self) -> AttentionConfig:
-        """See KernelShape, or as `cut` says."""
-        config = super().config
+        """What serves it, or what `cut` says."""
+        config = self.config_for(len(self.lens))
         if self.cut is None:
             return config
         tile, stages, num_ctas = self.cut
@@ -211,18 +210,15 @@ OPTION_SHAPES = tuple(
     (_decode(256, 800, heads, kv_heads, **options), _prefill(1, 4096, 0, heads, kv_heads, **options))
     for heads, kv_heads, options in _OPTIONS
 )
-# Decode cut otherwise, beside what serves: over long and short contexts, and with an 8-bit cache.
+# Decode cut otherwise, beside what serves: over long and short contexts.
 CUT_SHAPES = tuple(
     replace(shape, name=f"{shape.name}, cut {' x '.join(map(str, cut))}", cut=cut) if cut else shape
-    for shapes, cuts in (
-        (
-            (*DECODE_SHAPES[:5], _decode(16, 500, 16), _decode(64, 500, 16), DECODE_SHAPES[-2]),
-            ((128, 2, 128), (256, 1, 128), (192, 1, 128)),
-        ),
-        ((_decode(256, 800, 16, cache_dtype=FP8), _decode(64, 2048, 32, cache_dtype=FP8)), ((128, 2, 256),)),
+    for shape in (
+        *DECODE_SHAPES[:5],
+        *(_decode(num_requests, 500, 16) for num_requests in (16, 32, 64)),
+        *(_decode(num_requests, 2048, 32) for num_requests in (16, 32)),
     )
-    for shape in shapes
-    for cut in (None, *cuts)
+    for cut in (None, (64, 4, 256), (128, 2, 128), (256, 1, 128))
 )
 # Every group of 1 to 16 query heads a kv head.
 GROUP_SHAPES = tuple((_decode(256, 800, 4 * group, 4), _prefill(1, 4096, 0, 4 * group, 4)) for group in range(1, 17))

@@ -70,7 +70,9 @@ def test_small_heads_are_padded_in_the_cache():
 @pytest.mark.parametrize("cache_bytes", [1, 2])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_about_the_same_bytes_are_in_flight_whatever_the_cache_is(block_size, head_dim, cache_bytes):
-    decode = attention_config(interpret=False, block_size=block_size, head_dim=head_dim, cache_bytes=cache_bytes).decode
+@pytest.mark.parametrize("num_rows", [8, 256])
+def test_about_the_same_bytes_are_in_flight_whatever_the_cache_is(num_rows, block_size, head_dim, cache_bytes):
+    sizes = {"num_rows": num_rows, "block_size": block_size, "head_dim": head_dim, "cache_bytes": cache_bytes}
+    decode = attention_config(interpret=False, **sizes).decode
     ring_bytes = decode.stages * 2 * decode.tile * head_dim * cache_bytes
     assert ring_bytes * decode.num_ctas // 128 == 128 * 1024
