@@ -220,10 +220,9 @@ def _multiply(stages: list[_Stage]) -> None:
         @pl.when(warpgroup == 1)
         def _():
             def warp_body(warp: jax.Array) -> None:
-                for i in range(sizes.copy_warps):
-                    fill = functools.partial(_fill_ring, stages, scratch, i)
-                    pl.when(warp == 2 * i)(functools.partial(fill, _copy_weights, waits=False))
-                    pl.when(warp == 2 * i + 1)(functools.partial(fill, _copy_x, waits=True))
+                fill = functools.partial(_fill_ring, stages, scratch)
+                pl.when(warp == 0)(functools.partial(fill, _copy_weights, waits=False))
+                pl.when(warp == 1)(functools.partial(fill, _copy_x, waits=True))
 
             plgpu.warp_map(warp_body)
 
@@ -320,18 +319,16 @@ def _tell(stage: _Stage, followed_by: _Stage | None, index: int) -> None:
 def _fill_ring(
     stages: list[_Stage],
     scratch: _Scratch,
-    warp: int,
     copy: Callable[[_Stage, Place, _Scratch, jax.Array, jax.Array], None],
     *,
     waits: bool,
 ) -> None:
-    """One warp: copy(stage, place, scratch, step, slot) for all steps, or each copy_warps-th, as slots become free.
+    """One warp: copy(stage, place, scratch, step, slot) for all steps, as slots become free.
 
-    `waits`: each stage's copies wait until the stage before is complete.
+    `waits`: each stage's copies wait until the stage before is complete. Those that do not wait for it run ahead, but
+    no more than sizes.in_flight at a time.
     """
-    num_slots, warps, free = stages[0].sizes.num_slots, stages[0].sizes.copy_warps, scratch.free
-    # As each slot is always filled by the same warp, that one waits for all completions of its barrier.
-    assert num_slots % warps == 0
+    num_slots, in_flight, free = stages[0].sizes.num_slots, stages[0].sizes.in_flight, scratch.free
     used = jnp.int32(0)
     for index, stage in enumerate(stages):
         if waits and index:
@@ -345,6 +342,12 @@ def _fill_ring(
             def _():
                 plgpu.barrier_wait(free.at[slot])
 
+            if in_flight and not waits:
+
+                @pl.when(i >= in_flight)
+                def _():
+                    plgpu.barrier_wait(scratch.weights_full.at[lax.rem(i - in_flight, jnp.int32(num_slots))])
+
             number, step = 0, i - used
             if not stage.sizes.has_one_place_each:
                 number = div(step, stage.sizes.steps)
@@ -352,27 +355,16 @@ def _fill_ring(
             copy(stage, stage.place(number), scratch, step, slot)
 
         end = used + stage.count * stage.sizes.steps
-        _each_of(warp, warps, used, end, fill)
+        lax.fori_loop(used, end, fill, None)
         used = end
 
     # Every completion of a barrier has to be waited for before the CTA ends.
     def drain(i: jax.Array, _: None) -> None:
         plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(num_slots))])
 
-    _each_of(warp, warps, jnp.maximum(used - num_slots, 0), used, drain)
+    lax.fori_loop(jnp.maximum(used - num_slots, 0), used, drain, None)
     if waits and len(stages) > 1:
-        reset_arrivals(stages[0].refs.arrivals, len(stages) - 1, stages[0].sizes.grid * warps)
-
-
-def _each_of(
-    number: int, warps: int, start: jax.Array, end: jax.Array, body: Callable[[jax.Array, None], None]
-) -> None:
-    """body(i) for those i of [start, end) that are `number` modulo `warps`."""
-    if warps == 1:
-        lax.fori_loop(start, end, body, None)
-        return
-    first = start + lax.rem(start + number, jnp.int32(2))
-    lax.fori_loop(0, div(end - first + 1, 2), lambda j, _: body(first + 2 * j, None), None)
+        reset_arrivals(stages[0].refs.arrivals, len(stages) - 1, stages[0].sizes.grid)
 
 
 def _inputs(sizes: RowMatmulSizes, place: Place, step: jax.Array) -> Any:

@@ -42,7 +42,7 @@ class RowMatmulSizes:
     tile: int  # atoms of K that a slot of the ring holds
     num_slots: int
     copies: int  # of weights that fill a slot
-    copy_warps: int  # that fill slots of weights in turns; as many fill those of x
+    in_flight: int  # slots of weights that may be asked for and not there; 0: all
     is_gated: bool
     activation: str | None
     adds_residual: bool
@@ -214,7 +214,7 @@ def make_sizes(
                 first_cta=first_cta,
                 tile=tile,
                 num_slots=num_slots,
-                copy_warps=1 if num_slots == 1 else config.copy_warps,
+                in_flight=config.in_flight if config.in_flight < num_slots else 0,
                 copies=1 if config.copy_whole_tiles else max(stage.ways for stage in stages),
                 is_gated=stage.is_gated,
                 activation=stage.activation,
@@ -271,4 +271,4 @@ def _ring_of(atoms: list[int], atom_bytes: int, room: int, config: RowMatmulConf
     # A slot is given back when the next one's products are on their way: with one alone nobody would get further.
     num_slots = max(min(room // (tile * atom_bytes), config.max_slots), 2)
     num_slots = min(num_slots, sum(atoms) // tile)
-    return tile, num_slots // config.copy_warps * config.copy_warps or num_slots
+    return tile, num_slots

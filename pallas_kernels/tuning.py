@@ -141,7 +141,7 @@ MAX_PREFERRED_WEIGHTS = 48 * 2**20  # elements
 # up to the weights of Qwen3-0.6B. Microseconds a layer of it without attention, kernels and XLA, on one H200: 26.6 and
 # 31.2 at 64 rows, 44.6 and 35.2 at 256; a product by itself, at 64: qkv 16.1 and 12.5, gate-up 17.1 and 12.0
 # (scripts/bench_matmul.py --rows).
-MAX_PREFERRED_ROWS = 64
+MAX_PREFERRED_ROWS = 128
 MAX_PREFERRED_WEIGHTS_OF_ROWS = 16 * 2**20  # elements
 # Norms and gates of more rows than that are left to XLA up to here. Milliseconds a step of Qwen3-0.6B, XLA and
 # kernels, on one H200: 7.057 and 7.068 for 256 rows, 5.141 and 5.108 for 2,048, 38.03 and 37.61 for 16,384.
@@ -174,8 +174,9 @@ class RowMatmulConfig:
       wait_for_parts: CTAs that share a product wait for each other by atomics. Two such kernels must not run side by
         side: one's operands have to depend on the other's results. False: a second kernel adds the parts, for the
         interpreter.
-      one_kernel: stages are one kernel where they can be, whose CTAs wait for each other likewise. To be measured.
-      copy_warps: warps that fill the ring's slots of weights in turns, and as many for x: 1 or 2.
+      one_kernel: stages are one kernel where they can be, whose CTAs wait for each other likewise. False: one each, for
+        the interpreter.
+      in_flight: slots of weights that a CTA may have asked for and not got; see MatmulConfig. 0: no bound.
       copy_whole_tiles: the weights of a gate and what it gates arrive by one copy. False: by two, for the interpreter,
         which forbids to read a union of references otherwise than it was written.
     """
@@ -188,14 +189,22 @@ class RowMatmulConfig:
     max_slots: int = 8
     smem_bytes: int = 224 * 1024
     wait_for_parts: bool = True
-    one_kernel: bool = False
-    copy_warps: int = 1
-    copy_whole_tiles: bool = False
+    one_kernel: bool = True
+    in_flight: int = 0
+    copy_whole_tiles: bool = True
 
 
 H200_ROW_MATMUL = RowMatmulConfig()
 # K is cut where it can be, and rings are short, so that small products take every path.
-INTERPRET_ROW_MATMUL = RowMatmulConfig(max_parts=4, exchange_bytes=0, slot_bytes=1, max_slots=2, wait_for_parts=False)
+INTERPRET_ROW_MATMUL = RowMatmulConfig(
+    max_parts=4,
+    exchange_bytes=0,
+    slot_bytes=1,
+    max_slots=2,
+    wait_for_parts=False,
+    one_kernel=False,
+    copy_whole_tiles=False,
+)
 
 
 def row_matmul_config(*, interpret: bool, num_sms: int | None) -> RowMatmulConfig:

@@ -8,8 +8,7 @@ The first line is about the kernels of 8 rows, the second one about those of 16 
 Times are wall clock over many queued calls of one program that runs a chain of layers, each with weights of its own, so
 that nothing stays in the L2 cache; with the compiler options of the engine it is one CUDA graph, as a step is. Between
 two products lies what feeds one's result to the next, the same for all variants. Every variant is checked against
-float32 before it is timed, with NaN in pad rows, and has to give the same bits twice. Kernels that wait for all thread
-blocks come last: a hang costs nothing that was printed before.
+float32 before it is timed, with NaN in pad rows, and has to give the same bits twice.
 """
 
 import argparse
@@ -281,7 +280,8 @@ def run_rows(rows: list[Row], out: Path | None) -> None:
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 KERNELS = replace(H200_MATMUL, one_kernel=False)
 ROW_KERNELS = "row kernels"
-# What else of them may be worth trying: fields of RowMatmulConfig. More than 8 parts would not be resident at once.
+# What else may be worth trying: fields of RowMatmulConfig; scripts/bench_rows.py tells what whole steps take. More
+# than 8 parts would not be resident at once.
 ROW_VARIANTS = {
     "parts 1": {"max_parts": 1},
     "parts 2": {"max_parts": 2},
@@ -290,13 +290,9 @@ ROW_VARIANTS = {
     "tokens 32": {"max_tokens": 32},
     "tokens 128": {"max_tokens": 128},
     "slots of 32 KiB": {"slot_bytes": 32 * 1024},
-    "two thread blocks an SM": {"smem_bytes": 112 * 1024, "slot_bytes": 32 * 1024},
-    "whole tiles": {"copy_whole_tiles": True},
-    "one kernel": {"one_kernel": True, "copy_whole_tiles": True},
-    "one kernel, half tiles": {"one_kernel": True},
-    "one kernel, two warps": {"one_kernel": True, "copy_whole_tiles": True, "copy_warps": 2},
-    "one kernel, more parts": {"one_kernel": True, "copy_whole_tiles": True, "exchange_bytes": 64 * 1024},
-    "one kernel, slots of 16 KiB": {"one_kernel": True, "copy_whole_tiles": True, "slot_bytes": 16 * 1024},
+    "a kernel a product": {"one_kernel": False},
+    "half tiles": {"copy_whole_tiles": False},
+    "slots of 16 KiB": {"slot_bytes": 16 * 1024},
 }
 
 
@@ -381,18 +377,14 @@ def plan_rows() -> list[Row]:
 
 
 def plan_row_kernels(models: list[str], sizes: list[int]) -> list[Row]:
-    """Layers and single products of so many rows; those without waiting thread blocks before the others."""
+    """Layers and single products of so many rows: what serves, and then what else may be worth trying."""
     made = [(MODELS[name], make_params(MODELS[name])) for name in models]
     rows = []
     for num_rows in sizes:
         for model in made:
-            rows += layer_rows(*model, (*XLA, f"{ROW_KERNELS}, parts 1"), num_rows)
-            rows += product_rows(*model, ("qkv", "gate_up"), num_rows)
-    for num_rows in sizes:
-        for model in made:
-            rows += layer_rows(*model, (ROW_KERNELS,), num_rows)
-            rows += product_rows(*model, ("o", "down"), num_rows)
-    others = tuple(f"{ROW_KERNELS}, {name}" for name in ROW_VARIANTS if name != "parts 1")
+            rows += layer_rows(*model, (*XLA, ROW_KERNELS), num_rows)
+            rows += product_rows(*model, PRODUCTS, num_rows)
+    others = tuple(f"{ROW_KERNELS}, {name}" for name in ROW_VARIANTS)
     for num_rows in sizes:
         for model in made:
             rows += layer_rows(*model, others, num_rows)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import LayerSlice, MatmulStage, make_arrivals, matmul_stages, row_matmul, tuning
+from pallas_kernels import LayerSlice, MatmulStage, make_arrivals, matmul_stages, row_matmul
 from pallas_kernels.arg_specs import LAYER_SHAPES, LayerShape, layer_stages
 from pallas_kernels.row_matmul_sizes import MAX_GROUPS, NUM_COUNTERS, make_sizes, stages_by_kernel
 from pallas_kernels.tuning import H200_ROW_MATMUL, INTERPRET_ROW_MATMUL
@@ -18,7 +18,6 @@ from tests.pallas_kernels.test_mosaic_lowering import KERNEL
 
 KERNELS = ("mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu))
 DECODE_ROWS = (16, 32, 64, 96, 128, 192, 256)
-ONE_KERNEL = replace(H200_ROW_MATMUL, one_kernel=True, copy_whole_tiles=True)
 LAYER = ("o", "gate_up", "down", "qkv")
 
 
@@ -60,10 +59,8 @@ def test_products_match_float64_and_pads_of_nan_reach_no_other_row(name, backend
     assert_matches(CASES[name], backend)
 
 
-@pytest.mark.parametrize(
-    ("rows", "following_layer", "copy_warps"), [(16, 0, 2), pytest.param(8, -1, 1, marks=pytest.mark.slow)]
-)
-def test_products_in_one_kernel_have_the_bits_of_a_kernel_each(rows, following_layer, copy_warps, monkeypatch):
+@pytest.mark.parametrize(("rows", "following_layer"), [(16, 0), pytest.param(8, -1, marks=pytest.mark.slow)])
+def test_products_in_one_kernel_have_the_bits_of_a_kernel_each(rows, following_layer, monkeypatch):
     """Thread blocks wait for each other; some have nothing of a stage, or two units; K is cut; the ring goes round."""
     case = case_of(F16, rows, *layer_tail(F16, 64, 256, 192, has_bias=True), F16.stage(64, 64, has_norm=True))
     x, stages, residual = jax.tree.map(partial(jnp.asarray, dtype=case.dtype), (case.x, case.stages, case.residual))
@@ -81,19 +78,17 @@ def test_products_in_one_kernel_have_the_bits_of_a_kernel_each(rows, following_l
 
     expected = run(INTERPRET_ROW_MATMUL)
     counters = PlayedCounters(monkeypatch, row_matmul)
-    config = replace(INTERPRET_ROW_MATMUL, one_kernel=True, wait_for_parts=True, num_ctas=5, copy_warps=copy_warps)
+    config = replace(INTERPRET_ROW_MATMUL, one_kernel=True, wait_for_parts=True, num_ctas=5)
     found = run(config)
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert counters.calls.count("reset_arrivals") == 5 * copy_warps and not any(counters.values.values())
+    assert counters.calls.count("reset_arrivals") == 5 and not any(counters.values.values())
     assert "wait_for_parts" in counters.calls
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [H200_ROW_MATMUL, ONE_KERNEL], ids=["a kernel a product", "one kernel"])
 @pytest.mark.parametrize("rows", DECODE_ROWS)
-def test_thread_blocks_that_wait_for_each_other_add_all_parts(rows, config, monkeypatch):
-    monkeypatch.setattr(tuning, "H200_ROW_MATMUL", config)
+def test_thread_blocks_that_wait_for_each_other_add_all_parts(rows):
     case = case_of(BF16, rows, *layer_tail(BF16, 1024, 2048, 3072), BF16.stage(4096, 1024, has_norm=True))
     assert_matches(case, "mosaic_gpu")
     np.testing.assert_array_equal(case.run("mosaic_gpu"), case.run("mosaic_gpu"))
@@ -175,8 +170,10 @@ def test_cuts_are_whole_and_thread_blocks_that_wait_are_resident(shape, config):
 def test_how_the_products_of_a_layer_are_cut_as_one_kernel():
     def of_layer(shape):
         stages = tuple(layer_stages(shape)[name] for name in LAYER)
-        (chain,) = stages_by_kernel(stages, ONE_KERNEL)
-        return make_sizes(64, jnp.bfloat16, chain, None, num_squares=0, layer_indices=[0, 0, 0, 1], config=ONE_KERNEL)
+        (chain,) = stages_by_kernel(stages, H200_ROW_MATMUL)
+        return make_sizes(
+            64, jnp.bfloat16, chain, None, num_squares=0, layer_indices=[0, 0, 0, 1], config=H200_ROW_MATMUL
+        )
 
     sizes = of_layer(LAYER_SHAPES[0])
     # Each begins where the one before ends, so that all have about as much to read; a ring serves all of them.
@@ -192,16 +189,8 @@ def test_how_the_products_of_a_layer_are_cut_as_one_kernel():
     tuple(zip(LAYER_SHAPES, (256, 16, 96, 256), ({}, {"unit_offset": True}, {"has_bias": True}, {}), strict=True)),
     ids=[shape.name for shape in LAYER_SHAPES],
 )
-def test_the_products_of_a_layer_lower_to_a_kernel_each(shape, rows, options):
-    assert num_kernels(shape, rows, options) == 4
-
-
-@pytest.mark.parametrize(
-    ("shape", "rows"), [(LAYER_SHAPES[0], 128), (LAYER_SHAPES[3], 16)], ids=["128 rows", "16 rows"]
-)
-def test_the_products_of_a_layer_lower_to_one_kernel(shape, rows, monkeypatch):
-    monkeypatch.setattr(tuning, "H200_ROW_MATMUL", ONE_KERNEL)
-    assert num_kernels(shape, rows, {"has_bias": True}) == 1
+def test_the_products_of_a_layer_lower_to_one_kernel(shape, rows, options):
+    assert num_kernels(shape, rows, options) == 1
 
 
 def num_kernels(shape: LayerShape, rows: int, options: dict) -> int:
