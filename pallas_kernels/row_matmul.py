@@ -325,10 +325,9 @@ def _fill_ring(
 ) -> None:
     """One warp: copy(stage, place, scratch, step, slot) for all steps, as slots become free.
 
-    `waits`: each stage's copies wait until the stage before is complete. Those that do not wait for it run ahead, but
-    no more than sizes.in_flight at a time.
+    `waits`: each stage's copies wait until the stage before is complete.
     """
-    num_slots, in_flight, free = stages[0].sizes.num_slots, stages[0].sizes.in_flight, scratch.free
+    num_slots, free = stages[0].sizes.num_slots, scratch.free
     used = jnp.int32(0)
     for index, stage in enumerate(stages):
         if waits and index:
@@ -341,12 +340,6 @@ def _fill_ring(
             @pl.when(i >= num_slots)
             def _():
                 plgpu.barrier_wait(free.at[slot])
-
-            if in_flight and not waits:
-
-                @pl.when(i >= in_flight)
-                def _():
-                    plgpu.barrier_wait(scratch.weights_full.at[lax.rem(i - in_flight, jnp.int32(num_slots))])
 
             number, step = 0, i - used
             if not stage.sizes.has_one_place_each:

@@ -42,7 +42,6 @@ class RowMatmulSizes:
     tile: int  # atoms of K that a slot of the ring holds
     num_slots: int
     copies: int  # of weights that fill a slot
-    in_flight: int  # slots of weights that may be asked for and not there; 0: all
     is_gated: bool
     activation: str | None
     adds_residual: bool
@@ -214,7 +213,6 @@ def make_sizes(
                 first_cta=first_cta,
                 tile=tile,
                 num_slots=num_slots,
-                in_flight=config.in_flight if config.in_flight < num_slots else 0,
                 copies=1 if config.copy_whole_tiles else max(stage.ways for stage in stages),
                 is_gated=stage.is_gated,
                 activation=stage.activation,

@@ -138,9 +138,10 @@ H200_MATMUL = MatmulConfig()
 MAX_PREFERRED_INPUT = 2048  # columns
 MAX_PREFERRED_WEIGHTS = 48 * 2**20  # elements
 # The most rows whose products are kernels: skinny_matmul's, as measured above, for 8, row_matmul's for chains of more,
-# up to the weights of Qwen3-0.6B. Microseconds a layer of it without attention, kernels and XLA, on one H200: 26.6 and
-# 31.2 at 64 rows, 44.6 and 35.2 at 256; a product by itself, at 64: qkv 16.1 and 12.5, gate-up 17.1 and 12.0
-# (scripts/bench_matmul.py --rows).
+# up to the weights of Qwen3-0.6B. Milliseconds of all its layers at 800 keys, kernels and XLA, on one H200: 1.24 and
+# 1.50 for 16 rows, 2.36 and 2.60 for 64, 3.88 and 4.01 for 128, but 7.10 and 6.90 for 256 (scripts/bench_rows.py); a
+# product by itself, at 64, microseconds: qkv 16.1 and 12.5, gate-up 17.1 and 12.0 (scripts/bench_matmul.py). A layer of
+# Llama-3.1-8B without attention: 116 and 115 us at 8 rows, 135 and 121 at 64.
 MAX_PREFERRED_ROWS = 128
 MAX_PREFERRED_WEIGHTS_OF_ROWS = 16 * 2**20  # elements
 # Norms and gates of more rows than that are left to XLA up to here. Milliseconds a step of Qwen3-0.6B, XLA and
@@ -168,7 +169,7 @@ class RowMatmulConfig:
       max_parts: of K.
       exchange_bytes: what a CTA could read in the time that an exchange of parts takes beside its own bytes.
       max_tokens: rows that a CTA takes; more rows than that read the weights again.
-      slot_bytes: of the ring, at most: a copy costs its warp 0.2 us.
+      slot_bytes: of the ring, at most, unless 64 numbers of K take more.
       max_slots: of the ring; fewer if shared memory is short.
       smem_bytes: for the ring and for turning results around.
       wait_for_parts: CTAs that share a product wait for each other by atomics. Two such kernels must not run side by
@@ -176,7 +177,6 @@ class RowMatmulConfig:
         interpreter.
       one_kernel: stages are one kernel where they can be, whose CTAs wait for each other likewise. False: one each, for
         the interpreter.
-      in_flight: slots of weights that a CTA may have asked for and not got; see MatmulConfig. 0: no bound.
       copy_whole_tiles: the weights of a gate and what it gates arrive by one copy. False: by two, for the interpreter,
         which forbids to read a union of references otherwise than it was written.
     """
@@ -185,12 +185,11 @@ class RowMatmulConfig:
     max_parts: int = 8
     exchange_bytes: int = 192 * 1024
     max_tokens: int = 256
-    slot_bytes: int = 64 * 1024
+    slot_bytes: int = 16 * 1024
     max_slots: int = 8
     smem_bytes: int = 224 * 1024
     wait_for_parts: bool = True
     one_kernel: bool = True
-    in_flight: int = 0
     copy_whole_tiles: bool = True
 
 

@@ -289,10 +289,9 @@ ROW_VARIANTS = {
     "more parts": {"exchange_bytes": 64 * 1024},
     "tokens 32": {"max_tokens": 32},
     "tokens 128": {"max_tokens": 128},
-    "slots of 32 KiB": {"slot_bytes": 32 * 1024},
     "a kernel a product": {"one_kernel": False},
     "half tiles": {"copy_whole_tiles": False},
-    "slots of 16 KiB": {"slot_bytes": 16 * 1024},
+    "slots of 64 KiB": {"slot_bytes": 64 * 1024},
 }
 
 

@@ -48,11 +48,9 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "xla": None,
     "kernels": {},
     "a kernel a product": {"one_kernel": False},
-    "in flight 1": {"in_flight": 1},
-    "in flight 2": {"in_flight": 2},
-    "in flight 3": {"in_flight": 3},
-    "slots of 16 KiB": {"slot_bytes": 16 * 1024},
-    "more parts": {"exchange_bytes": 64 * 1024},
+    "16 slots": {"max_slots": 16},
+    "slots of 32 KiB": {"slot_bytes": 32 * 1024},
+    "slots of 64 KiB": {"slot_bytes": 64 * 1024},
 }
 ROUNDS, ROUND_S = 7, 0.06
 TRACED_STEPS = 3

@@ -178,7 +178,7 @@ def test_how_the_products_of_a_layer_are_cut_as_one_kernel():
     sizes = of_layer(LAYER_SHAPES[0])
     # Each begins where the one before ends, so that all have about as much to read; a ring serves all of them.
     assert [(one.first_cta, one.num_places) for one in sizes] == [(0, 128), (128, 96), (92, 128), (88, 64)]
-    assert {(one.grid, one.tile, one.num_slots) for one in sizes} == {(132, 2, 6)}
+    assert {(one.grid, one.tile, one.num_slots) for one in sizes} == {(132, 1, 8)}
     assert [one.num_squares for one in sizes] == [0, 16, 0, 16] and [one.layer_index for one in sizes] == [0, 0, 0, 1]
     # Of Llama-3.1-8B thread blocks have 3 or 4 units of gate and up.
     assert [(one.num_places, one.parts) for one in of_layer(LAYER_SHAPES[3])] == [(128, 2), (448, 1), (128, 2), (96, 1)]
