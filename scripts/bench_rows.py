@@ -1,7 +1,7 @@
 """The kernels of norms and gates, or of whole products, inside steps of many rows, against what XLA makes of these.
 
     PYTHONPATH=. python scripts/bench_rows.py --out rows.json
-    PYTHONPATH=. python scripts/bench_rows.py --decode 16 64 128 256 --variants "one kernel" --out products.json
+    PYTHONPATH=. python scripts/bench_rows.py --decode 16 64 128 256 --variants kernels "16 slots" --out products.json
 
 All layers of a model for the tokens of decode steps and of prefill steps, without the sampler: as XLA makes them, and
 with the kernels that serve them: for products up to 256 rows, which the engine takes up to MAX_PREFERRED_ROWS; for
@@ -43,14 +43,15 @@ from pallas_kernels import FEW_ROWS, Kind, mosaic_matmul, tuning
 
 BLOCK_SIZE = 16
 CONTEXT = 800
-# How the kernels of products are made: what of tuning.H200_ROW_MATMUL is otherwise. None: by XLA.
-VARIANTS: dict[str, dict[str, Any] | None] = {
+# The most rows whose products are kernels, and what of tuning.H200_ROW_MATMUL is otherwise. None: all is XLA's.
+VARIANTS: dict[str, tuple[int, dict[str, Any]] | None] = {
     "xla": None,
-    "kernels": {},
-    "a kernel a product": {"one_kernel": False},
-    "16 slots": {"max_slots": 16},
-    "slots of 32 KiB": {"slot_bytes": 32 * 1024},
-    "slots of 64 KiB": {"slot_bytes": 64 * 1024},
+    "kernels": (256, {}),
+    "norms and gates": (0, {}),
+    "a kernel a product": (256, {"one_kernel": False}),
+    "16 slots": (256, {"max_slots": 16}),
+    "slots of 32 KiB": (256, {"slot_bytes": 32 * 1024}),
+    "slots of 64 KiB": (256, {"slot_bytes": 64 * 1024}),
 }
 ROUNDS, ROUND_S = 7, 0.06
 TRACED_STEPS = 3
@@ -112,10 +113,10 @@ def compile_all(
     jobs: dict[Step, Variants] = {step: {} for step in steps}
     with ThreadPoolExecutor(len(steps) * len(variants)) as pool:
         for variant in variants:
-            changes = VARIANTS[variant]
-            tuning.MAX_PREFERRED_ROWS = 0 if changes is None else 256
-            tuning.H200_ROW_MATMUL = replace(served, **(changes or {}))
-            layer_context.prefers_matmul_kernel = by_shape if changes is not None else lambda *_: False
+            made = VARIANTS[variant]
+            layer_context.prefers_matmul_kernel = (lambda *_: False) if made is None else by_shape
+            tuning.MAX_PREFERRED_ROWS, changes = made or (0, {})
+            tuning.H200_ROW_MATMUL = replace(served, **changes)
             for step in steps:
                 assert step.num_tokens > FEW_ROWS, "few rows have kernels of their own"
                 lowered = jax.jit(partial(forward), donate_argnums=0).lower(cache, params, *step.arguments())
@@ -174,12 +175,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=workloads.MODELS, default="qwen3-0.6b")
     parser.add_argument("--decode", type=int, nargs="+", help="steps of so many requests alone; default 16, 64, 256")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[], help="beside xla and kernels")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["kernels"], help="beside xla")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     steps = [Step("decode", num_requests, CONTEXT, 1) for num_requests in args.decode or (16, 64, 256)]
     steps += () if args.decode else PREFILLS
-    variants = ["xla", "kernels", *args.variants]
+    variants = ["xla", *args.variants]
     config = resolve(workloads.write_config(args.model)).config
     params = dummy_params(param_specs(get_model_class(config.architecture)(config)))
     num_blocks = max(step.requests().num_blocks for step in steps)

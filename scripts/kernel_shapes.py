@@ -218,7 +218,7 @@ CUT_SHAPES = tuple(
         *(_decode(num_requests, 500, 16) for num_requests in (16, 32, 64)),
         *(_decode(num_requests, 2048, 32) for num_requests in (16, 32)),
     )
-    for cut in (None, (64, 4, 256), (128, 2, 128), (256, 1, 128))
+    for cut in (None, (64, 2, 256), (192, 1, 128), (256, 1, 128))
 )
 # Every group of 1 to 16 query heads a kv head.
 GROUP_SHAPES = tuple((_decode(256, 800, 4 * group, 4), _prefill(1, 4096, 0, 4 * group, 4)) for group in range(1, 17))
