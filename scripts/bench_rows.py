@@ -1,7 +1,7 @@
 """The kernels of norms and gates, or of whole products, inside steps of many rows, against what XLA makes of these.
 
     PYTHONPATH=. python scripts/bench_rows.py --out rows.json
-    PYTHONPATH=. python scripts/bench_rows.py --decode 16 64 128 256 --variants kernels "16 slots" --out products.json
+    PYTHONPATH=. python scripts/bench_rows.py --decode 64 256 --variants kernels "slots of 64 KiB" --out products.json
 
 All layers of a model for the tokens of decode steps and of prefill steps, without the sampler: as XLA makes them, and
 with the kernels that serve them: for products up to 256 rows, which the engine takes up to MAX_PREFERRED_ROWS; for
@@ -39,19 +39,16 @@ from jaxvllm.model_config import ModelConfig
 from jaxvllm.model_source import resolve
 from jaxvllm.models.registry import get_model_class
 from jaxvllm.weights.dummy import dummy_params
-from pallas_kernels import FEW_ROWS, Kind, mosaic_matmul, tuning
+from pallas_kernels import FEW_ROWS, Kind, mosaic_matmul, row_matmul_sizes, tuning
 
 BLOCK_SIZE = 16
 CONTEXT = 800
-# The most rows whose products are kernels, and what of tuning.H200_ROW_MATMUL is otherwise. None: all is XLA's.
-VARIANTS: dict[str, tuple[int, dict[str, Any]] | None] = {
+# What of tuning.H200_ROW_MATMUL is otherwise. None: all is XLA's.
+VARIANTS: dict[str, dict[str, Any] | None] = {
     "xla": None,
-    "kernels": (256, {}),
-    "norms and gates": (0, {}),
-    "a kernel a product": (256, {"one_kernel": False}),
-    "16 slots": (256, {"max_slots": 16}),
-    "slots of 32 KiB": (256, {"slot_bytes": 32 * 1024}),
-    "slots of 64 KiB": (256, {"slot_bytes": 64 * 1024}),
+    "kernels": {},
+    "a kernel a product": {"one_kernel": False},
+    "slots of 64 KiB": {"slot_bytes": 64 * 1024},
 }
 ROUNDS, ROUND_S = 7, 0.06
 TRACED_STEPS = 3
@@ -108,15 +105,14 @@ def compile_all(
         attended, kv_cache = bind(model, params)(ids, positions, kv_cache, metadata)
         return kv_cache, attended.heads  # unrolled: the last layer ends there
 
-    mosaic_matmul.MIN_PREFERRED_ROWS = 0
+    tuning.MAX_PREFERRED_ROWS, mosaic_matmul.MIN_PREFERRED_ROWS = row_matmul_sizes.MAX_ROWS, 0
     by_shape, served = layer_context.prefers_matmul_kernel, tuning.H200_ROW_MATMUL
     jobs: dict[Step, Variants] = {step: {} for step in steps}
     with ThreadPoolExecutor(len(steps) * len(variants)) as pool:
         for variant in variants:
-            made = VARIANTS[variant]
-            layer_context.prefers_matmul_kernel = (lambda *_: False) if made is None else by_shape
-            tuning.MAX_PREFERRED_ROWS, changes = made or (0, {})
-            tuning.H200_ROW_MATMUL = replace(served, **changes)
+            changes = VARIANTS[variant]
+            layer_context.prefers_matmul_kernel = (lambda *_: False) if changes is None else by_shape
+            tuning.H200_ROW_MATMUL = replace(served, **(changes or {}))
             for step in steps:
                 assert step.num_tokens > FEW_ROWS, "few rows have kernels of their own"
                 lowered = jax.jit(partial(forward), donate_argnums=0).lower(cache, params, *step.arguments())
