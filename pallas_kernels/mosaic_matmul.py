@@ -93,8 +93,8 @@ def matmul_stages(
 ) -> tuple[jax.Array, ...]:
     """See ops.matmul_stages.
 
-    For FEW_ROWS rows one kernel, or one a stage where thread blocks cannot wait for each other; for 16 to 256 one a
-    stage. The products of more are XLA's, with kernels for the norms and gates around them where they have one.
+    Up to 256 rows one kernel, or one a stage where thread blocks cannot wait for each other. The products of more are
+    XLA's, with kernels for the norms and gates around them where they have one.
     """
     from pallas_kernels import row_matmul, skinny_matmul
 

@@ -1,4 +1,4 @@
-"""Products of 16 to 256 rows with weight matrices as Pallas Mosaic GPU kernels (Hopper), one a product or one for all.
+"""Products of 16 to 256 rows with weight matrices after each other as one Pallas Mosaic GPU kernel (Hopper).
 
 With so few rows a product takes hardly longer than reading the weights, if nothing else takes time: norm, bias,
 activation, gate and residual are part of the kernel, and so is the beginning of the next stage's norm.
@@ -13,8 +13,8 @@ order: the same bits every time.
 A norm is no kernel: what the product before ends with, times the norm's weight, is its second result, and the sums of
 squares of each unit its third. Products are linear, so the next one divides by the root of their mean at its end.
 
-In a kernel of several products, CTAs take x of the next one as soon as all have stored it (they are all resident: one
-an SM). Weights wait for nobody: the warp that copies them runs ahead, across products.
+CTAs take x of the next product as soon as all have stored it (they are all resident: one an SM). Weights wait for
+nobody: the warp that copies them runs ahead, across products. For the interpreter it is a kernel a product.
 
 Letters: T rows (tokens)  K inputs  N outputs
 """

@@ -97,7 +97,7 @@ def compile_kernels(only: str) -> list[str]:
 def compile_products(only: str) -> None:
     """Compile the few-row products of each layer, alone and, where one kernel takes them, after each other.
 
-    And those of 16 to 256 rows, one kernel each, as they follow each other.
+    And those of 16 to 256 rows after each other.
     """
     import jax
     import jax.numpy as jnp
