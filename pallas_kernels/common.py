@@ -132,16 +132,12 @@ def across_columns(column: jax.Array, like: jax.Array) -> jax.Array:
     return spread(column, like.shape, (0,), plgpu.Layout.WGMMA)
 
 
-def widened(narrow: Ref, dtype: Any, *, is_operand: bool = False) -> jax.Array:
-    """[tile, H] of 8-bit numbers in shared memory, in registers as `dtype`.
+def widened(narrow: Ref, dtype: Any) -> jax.Array:
+    """[tile, H] of 8-bit numbers in shared memory, in registers as `dtype`, on their way back to shared memory.
 
-    For products that read registers (`is_operand`) they are brought to the WGMMA layout, for which threads exchange
-    what they have. For what goes back to shared memory a thread has 8 neighbours: loads of 8 bytes, stores of 16.
+    A thread has 8 neighbours: loads of 8 bytes, stores of 16.
     """
-    layout = plgpu.Layout.WGMMA_UPCAST_2X if is_operand else _neighbours_layout(narrow.shape[1])
-    values = plgpu.load(narrow, layout=layout, optimized=False)
-    if is_operand:  # while they are narrow: half as many registers
-        values = plgpu.layout_cast(values, plgpu.Layout.WGMMA)
+    values = plgpu.load(narrow, layout=_neighbours_layout(narrow.shape[1]), optimized=False)
     values = values.astype(jnp.float16)  # the conversion that the hardware has, and exact
     return values if dtype == jnp.float16 else values.astype(jnp.float32).astype(dtype)
 

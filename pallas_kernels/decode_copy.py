@@ -43,7 +43,7 @@ class DecodeScratch:
     """Shared memory and barriers of one CTA. A barrier of a buffer has as many places as the buffer."""
 
     q: Ref  # [2, columns, H] of this item and of the next
-    q_half: Ref  # f16[columns, H] of this item times the scores' factor, for 8-bit keys
+    q_half: Ref  # f16[columns, H] of this item times the scores' factor, for 8-bit keys; see decode_keys
     k: Ref  # [stages, tile, H] the rings, of the cache's dtype
     v: Ref
     k_wide: Ref  # f16[64, H] 8-bit keys widened; in the interpreter only, else they go to registers

@@ -15,6 +15,7 @@ from jax import lax
 
 from pallas_kernels.common import LOG2E, MIN_SCORE, PRODUCT_ROWS, Ref, across_rows, capped, full, pl, plgpu, widened
 from pallas_kernels.decode_copy import DecodeInputs, DecodeScratch
+from pallas_kernels.decode_keys import keys_in_registers, store_q
 from pallas_kernels.decode_newest import Tables, take_newest
 from pallas_kernels.decode_sizes import DecodeSizes
 from pallas_kernels.layer_slice import place_in
@@ -105,7 +106,7 @@ def _take_q(
 ) -> tuple[Ref, tuple[Any, ...]]:
     """The item's q, [columns, H], as the products take it, and what its softmax starts from.
 
-    With 8-bit keys q is in float16 and times the factor.
+    With 8-bit keys q is in float16 and times the factor, and on the card its columns are in the order of decode_keys.
     """
     columns = sizes.columns
     here = scratch.q.at[q_slot]
@@ -124,7 +125,11 @@ def _take_q(
         q, limit = scratch.q_half, float(jnp.finfo(jnp.float16).max)
         values = [jnp.minimum(jnp.maximum(x * factor, -limit), limit) for x in values]
     for rows, x in zip(parts, values, strict=True):
-        q.at[:, rows].transpose((1, 0))[...] = x.astype(sizes.product_dtype)
+        x = x.astype(sizes.product_dtype)
+        if sizes.is_narrow and sizes.on_card:
+            store_q(x, q.at[:, rows])
+        else:
+            q.at[:, rows].transpose((1, 0))[...] = x
     plgpu.commit_smem()
     return q, start
 
@@ -145,12 +150,12 @@ def _scores(sizes: DecodeSizes, scratch: DecodeScratch, slot: jax.Array, q: Ref)
     out = []
     for part in range(0, sizes.config.tile, PRODUCT_ROWS):
         k = keys.at[pl.ds(part, PRODUCT_ROWS)] if sizes.config.tile > PRODUCT_ROWS else keys
-        if sizes.is_narrow:
-            k = widened(k, sizes.product_dtype, is_operand=True)
-            if not sizes.on_card:  # the interpreter takes operands from shared memory
-                scratch.k_wide[...] = k
-                plgpu.commit_smem()
-                k = scratch.k_wide
+        if sizes.is_narrow and sizes.on_card:
+            k = keys_in_registers(k)
+        elif sizes.is_narrow:  # the interpreter takes operands from shared memory
+            scratch.k_wide[...] = widened(k, sizes.product_dtype)
+            plgpu.commit_smem()
+            k = scratch.k_wide
         out.append(product(k, part + PRODUCT_ROWS == sizes.config.tile))
     return out
 
