@@ -59,7 +59,7 @@ PARTS = {
     "kernels": Part(100, f"{HERE}/bench_kernels.py --out {{out}}/kernels.json"),
     "row products": Part(150, f"{HERE}/bench_matmul.py --rows 16 32 64 96 128 256 {PRODUCTS}"),
     "buckets": Part(150, f"{HERE}/compare_buckets.py {BUCKETS}"),
-    "structured output": Part(60, f"{HERE}/bench_structured_output.py --out {{out}}/structured_output.json"),
+    "structured output": Part(110, f"{HERE}/bench_structured_output.py --out {{out}}/structured_output.json"),
     "sampling": Part(100, f"{HERE}/bench_sampling.py --out {{out}}/sampling.json"),
     "products": Part(120, f"{HERE}/bench_matmul.py --out {{out}}/matmul.json"),
     "norms and gates": Part(80, f"{HERE}/bench_rows.py --out {{out}}/rows.json"),
