@@ -43,7 +43,6 @@ def profile(model: str) -> str:
     return f"{HERE}/profile_step.py --model {model} {batches} --out {{out}}/profile_{model}.json"
 
 
-PRODUCTS = '--only "xla [in, out]" "row kernels" --out {out}/row_matmul.json'
 BUCKETS = (
     "--model qwen3-0.6b --dtype bfloat16 --max-model-len 16384 --num-requests 300 --input-len 1155 --output-len 100 "
     "--arrivals-per-step 0.64 --time-limit 120 --policies geometric powers_of_two tuned one_shape linear explicit "
@@ -55,12 +54,12 @@ PARTS = {
     "throughput llama-3.1-8b": Part(290, throughput("llama-3.1-8b")),
     "start": Part(60, "-m pytest -q -m gpu tests/engine/test_gpu_start.py"),
     "profile qwen3-0.6b": Part(90, profile("qwen3-0.6b")),
-    "profile llama-3.1-8b": Part(120, profile("llama-3.1-8b")),
+    "profile llama-3.1-8b": Part(100, profile("llama-3.1-8b")),
     "kernels": Part(100, f"{HERE}/bench_kernels.py --out {{out}}/kernels.json"),
-    "row products": Part(150, f"{HERE}/bench_matmul.py --rows 16 32 64 96 128 256 {PRODUCTS}"),
+    "row products": Part(80, f"{HERE}/bench_rows.py --decode 16 32 64 96 128 256 --out {{out}}/row_products.json"),
     "buckets": Part(150, f"{HERE}/compare_buckets.py {BUCKETS}"),
     "structured output": Part(110, f"{HERE}/bench_structured_output.py --out {{out}}/structured_output.json"),
-    "sampling": Part(100, f"{HERE}/bench_sampling.py --out {{out}}/sampling.json"),
+    "sampling": Part(60, f"{HERE}/bench_sampling.py --out {{out}}/sampling.json"),
     "products": Part(120, f"{HERE}/bench_matmul.py --out {{out}}/matmul.json"),
     "norms and gates": Part(80, f"{HERE}/bench_rows.py --out {{out}}/rows.json"),
     "dispatch": Part(120, f"{HERE}/bench_dispatch.py --out {{out}}/dispatch.json"),

@@ -17,7 +17,7 @@ LETTERS = [ord(letter) for letter in string.ascii_lowercase]
 TESTED_ELSEWHERE = {
     "stop": "test_engine.py", "include_stop_str_in_output": "test_engine.py", "detokenize": "test_detokenizer.py",
     "skip_special_tokens": "test_detokenizer.py", "spaces_between_special_tokens": "test_detokenizer.py",
-    "structured_outputs": "test_structured_output.py", "repetition_detection": "test_cases_b.py",
+    "structured_outputs": "test_structured_output.py", "repetition_detection": "test_reported_texts.py",
 }  # fmt: skip
 
 

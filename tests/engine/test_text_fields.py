@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from jaxvllm import LLMEngine
-from tests.engine.test_cases_b import T_SUCC, answer, make_engine
+from tests.engine.test_reported_texts import T_SUCC, answer, make_engine
 from tests.engine.tokenizers_fixture import EOS, TAG, k_bytes
 
 

@@ -112,7 +112,7 @@ def test_answers_in_a_schema_and_calls_of_tools(client):
         assert json.loads(arguments) == json.loads(call.function.arguments)
 
 
-@pytest.mark.slow  # with the tiny model in test_cases_e07.py
+@pytest.mark.slow  # with the tiny model in test_echo_and_fields.py
 def test_seed_stop_and_n(client):
     def texts(**fields) -> list[str]:
         answer = client.chat.completions.create(model="smol", messages=QUESTION, max_tokens=12, **fields)

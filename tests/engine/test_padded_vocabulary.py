@@ -19,7 +19,7 @@ def test_c11_two_devices_list_the_model_s_ids_and_no_pads(tmp_path: Path):
     As in vLLM such an id may be drawn and has no text. What the engine itself would pad, the 268th row on two devices,
     would have the same logit: it would be drawn as often, and it would lower every logprob.
     """
-    vocab_size = 267  # odd; tests/engine/test_cases_c.py has an even one on one device
+    vocab_size = 267  # odd; tests/engine/test_reported_sampling.py has an even one on one device
     config = T_TINY | {"vocab_size": vocab_size}
     tensors = random_tensors(config)
     tensors["model.norm.weight"][:] = 1e-3

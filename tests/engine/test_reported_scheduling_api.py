@@ -1,4 +1,4 @@
-"""The parts of scheduling cases that the caller of the Python API sees; the rest is in test_cases_a.py."""
+"""The parts of scheduling cases that the caller of the Python API sees; the rest is in test_reported_scheduling.py."""
 
 import random
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Failures that users of other engines reported about scheduling and KV memory, on a real model; named by case id.
 
-tests/scheduler/test_cases.py holds what the scheduler alone shows of them.
+tests/scheduler/test_reported.py holds what the scheduler alone shows of them.
 """
 
 import itertools

