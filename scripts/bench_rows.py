@@ -48,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "xla": None,
     "kernels": {},
     "a kernel a product": {"one_kernel": False},
+    "fewer parts": {"exchange_bytes": 384 * 1024},
+    "128 tokens": {"max_tokens": 128},
     "slots of 64 KiB": {"slot_bytes": 64 * 1024},
 }
 ROUNDS, ROUND_S = 7, 0.06
