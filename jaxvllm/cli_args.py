@@ -50,7 +50,7 @@ ENGINE_HELP = {
     "reasoning_config": "JSON with reasoning_start_str and reasoning_end_str, for thinking_token_budget",
     "attention_backend": "mosaic_gpu or reference (default: by the device)",
     "disable_log_stats": "no line of statistics every 10 seconds (the default)",
-    "tensor_parallel_size": "GPUs that share the model",
+    "tensor_parallel_size": "devices that share the model; above 1 only on a CPU",
     "bucket_policy": "geometric (the default on a GPU), powers_of_two (on a CPU), linear, one_shape, or a file of "
     "`jaxvllm buckets tune`",
     "compile_ahead": "compile all programs before the first request (the default on a GPU)",
