@@ -8,14 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels import matmul_sizes, reference_matmul, row_kernels, row_matmul_sizes, tuning
 from pallas_kernels.layer_slice import LayerArray
 from pallas_kernels.reference_matmul import Activation, MatmulStage
-from pallas_kernels.tuning import (
-    MAX_PREFERRED_INPUT,
-    MAX_PREFERRED_WEIGHTS,
-    MAX_PREFERRED_WEIGHTS_OF_ROWS,
-    MIN_PREFERRED_ROWS,
-    matmul_config,
-    row_matmul_config,
-)
+from pallas_kernels.tuning import matmul_config, row_matmul_config
 from pallas_kernels.validation import Backend, is_interpreted
 
 
@@ -68,13 +61,13 @@ def prefers_matmul_kernel(
     if backend == "reference":
         return False
     if not has_product_kernels(x.shape[0]):
-        return x.shape[0] >= MIN_PREFERRED_ROWS and _have_row_kernels(stages, x.shape[0])
+        return x.shape[0] >= tuning.MIN_PREFERRED_ROWS and _have_row_kernels(stages, x.shape[0])
     if _unsupported_products(x, stages) is not None:
         return False
     num_weights = sum(stage.weight.size for stage in stages)
     if x.shape[0] > matmul_sizes.FEW_ROWS:
-        return len(stages) > 1 and num_weights <= MAX_PREFERRED_WEIGHTS_OF_ROWS
-    return x.shape[-1] <= MAX_PREFERRED_INPUT and num_weights <= MAX_PREFERRED_WEIGHTS
+        return len(stages) > 1 and num_weights <= tuning.MAX_PREFERRED_WEIGHTS_OF_ROWS
+    return x.shape[-1] <= tuning.MAX_PREFERRED_INPUT and num_weights <= tuning.MAX_PREFERRED_WEIGHTS
 
 
 def _unsupported_products(x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[MatmulStage, ...]) -> str | None:

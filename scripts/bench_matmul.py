@@ -8,7 +8,7 @@ The first line is about the kernels of 8 rows, the second one about those of 16 
 Times are wall clock over many queued calls of one program that runs a chain of layers, each with weights of its own, so
 that nothing stays in the L2 cache; with the compiler options of the engine it is one CUDA graph, as a step is. Between
 two products lies what feeds one's result to the next, the same for all variants. Every variant is checked against
-float32 before it is timed, with NaN in pad rows, and has to give the same bits twice.
+float64 before it is timed, with NaN in pad rows, and has to give the same bits twice.
 """
 
 import argparse
@@ -33,6 +33,7 @@ import numpy as np
 import records
 
 from jaxvllm.compile_cache import compiler_options
+from pallas_kernels import FEW_ROWS
 from pallas_kernels.arg_specs import LAYER_SHAPES, LayerShape
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_matmul import matmul_stages as reference_stages
@@ -41,7 +42,6 @@ from pallas_kernels.row_matmul_sizes import NUM_COUNTERS
 from pallas_kernels.skinny_matmul import matmul_stages
 from pallas_kernels.tuning import H200_MATMUL, H200_ROW_MATMUL
 
-ROWS = 8
 MAX_RELATIVE_ERROR = 1e-2
 Params = dict[str, Any]
 Layer = Callable[[jax.Array, jax.Array, Params, jax.Array], tuple[jax.Array, jax.Array]]
@@ -305,11 +305,11 @@ def bytes_of(params: Params, names: tuple[str, ...] = PRODUCTS) -> int:
     return sum(params[name][0].nbytes for name in names)
 
 
-def product_rows(shape: LayerShape, params: Params, names: tuple[str, ...], num_rows: int = ROWS) -> list[Row]:
+def product_rows(shape: LayerShape, params: Params, names: tuple[str, ...], num_rows: int = FEW_ROWS) -> list[Row]:
     """Each product by itself, as XLA and as a kernel."""
     x = jnp.ones((num_rows, shape.hidden), jnp.bfloat16)
     swapped = in_out(params)
-    run = partial(matmul_stages, config=KERNELS) if num_rows == ROWS else row_run(ROW_KERNELS)
+    run = partial(matmul_stages, config=KERNELS) if num_rows == FEW_ROWS else row_run(ROW_KERNELS)
     rows = []
     for name in names:
         xla = partial(chain_of_one, name, run_xla, shape)
@@ -319,7 +319,7 @@ def product_rows(shape: LayerShape, params: Params, names: tuple[str, ...], num_
             "xla [in, out]": (partial(with_in_out, xla), swapped, None),
             "kernel": (kernel, params, checked),
         }
-        what = name if num_rows == ROWS else f"{name}, {num_rows} rows"
+        what = name if num_rows == FEW_ROWS else f"{name}, {num_rows} rows"
         for variant, (chain, weights, checks) in variants.items():
             row = {"model": shape.name, "what": what, "variant": variant}
             rows.append(Row(row, chain, (x, weights), NUM_LAYERS[shape.name], bytes_of(params, (name,)), checks))
@@ -327,16 +327,14 @@ def product_rows(shape: LayerShape, params: Params, names: tuple[str, ...], num_
 
 
 def few_rows_run(variant: str) -> Run:
-    """So many kernels, with so many slots or copies in flight."""
+    """So many kernels, with so many copies in flight."""
     config = KERNELS if variant.startswith("4") else H200_MATMUL
-    if "slots" in variant:
-        config = replace(config, max_slots=int(variant.split()[-1]))
     if "flight" in variant:
         config = replace(config, in_flight=int(variant.split()[-1]))
     return partial(matmul_stages, config=config)
 
 
-def layer_rows(shape: LayerShape, params: Params, variants: tuple[str, ...], num_rows: int = ROWS) -> list[Row]:
+def layer_rows(shape: LayerShape, params: Params, variants: tuple[str, ...], num_rows: int = FEW_ROWS) -> list[Row]:
     """Variants: what XLA makes of weights that lie either way, or kernels; see few_rows_run and row_run."""
     x = jnp.ones((num_rows, shape.hidden), jnp.bfloat16)
     rows = []

@@ -2,6 +2,7 @@
 
     python scripts/bench_structured_output.py --host                 # any machine: the loop beside a pretended device
     python scripts/bench_structured_output.py --out scripts/results/h200/structured_output.json          # one GPU
+    python scripts/bench_structured_output.py --phases               # one GPU: where the loop's time goes
 
 256 requests; of them 0, 1, 16 or all follow a JSON schema. The vocabulary has the size of Qwen3's and is made up:
 byte-level BPE with random merges of letters. --host times EngineCore itself (grammars, masks, scheduler, planner, two

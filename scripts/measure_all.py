@@ -1,4 +1,4 @@
-"""Measure everything on record anew on one GPU, the most wanted first.
+"""Measure most of what is on record anew on one GPU, the most wanted first.
 
     python scripts/measure_all.py --out scripts/results/h200
     python scripts/measure_all.py --out new --parts "throughput qwen3-0.6b" kernels --budget-s 560
