@@ -57,7 +57,7 @@ ROUNDS, ROUND_S = 7, 0.06
 TRACED_STEPS = 3
 # Two right bfloat16 results differ by 1 to 7% after the 28 layers of Qwen3-0.6B, as rounding predicts, by 7 to 10%
 # after the 32 of Llama-3.1-8B.
-MAX_DIFFERENCE = 0.1
+MAX_DIFFERENCE = 0.15
 Variants = dict[str, Any]
 
 
