@@ -55,7 +55,9 @@ def _plain(message: Any) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         return {**message, "content": "\n".join(_part_text(part) for part in content)}
-    if content is not None and not isinstance(content, str):
+    if content is None:  # of a message that only calls tools, for example; templates add strings to it
+        return {**message, "content": ""}
+    if not isinstance(content, str):
         raise ValueError(f"message content {content!r} must be text or a list of parts.")
     return dict(message)
 

@@ -258,6 +258,14 @@ def test_chat_renders_the_template_and_answers_each_conversation(engine):
         engine.chat([{"content": "x"}])
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": []}])
+def test_a_message_without_content_has_an_empty_one(engine, content):
+    messages = [{"role": "assistant", **content}, {"role": "user", "content": "x"}]
+    template = "{% for m in messages %}{{ m['role'] + ':' + m['content'] }};{% endfor %}"
+    (output,) = engine.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False, chat_template=template)
+    assert output.prompt == "assistant:;user:x;"
+
+
 def test_n_completions_share_a_request(engine):
     output = engine.generate("A", SamplingParams(n=3, max_tokens=4, seed=5), use_tqdm=False)[0]
     assert [(c.index, c.text) for c in output.outputs] == [(0, "BCDE"), (1, "BCDE"), (2, "BCDE")]
