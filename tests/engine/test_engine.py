@@ -266,6 +266,19 @@ def test_a_message_without_content_has_an_empty_one(engine, content):
     assert output.prompt == "assistant:;user:x;"
 
 
+def test_templates_see_the_arguments_of_former_calls_as_objects(engine):
+    def prompt(*arguments) -> str:
+        calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": a}} for a in arguments]
+        messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
+        template = "{% for c in messages[0].tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}."
+        return engine.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False, chat_template=template)[0].prompt
+
+    assert prompt('{"city": "Oslo"}', {"city": "Rome"}, "", None) == '{"city": "Oslo"}{"city": "Rome"}{}{}.'
+    assert prompt() == "."
+    with pytest.raises(ValueError, match="the arguments of the tool call of 'f' are no valid JSON"):
+        prompt("{")
+
+
 def test_n_completions_share_a_request(engine):
     output = engine.generate("A", SamplingParams(n=3, max_tokens=4, seed=5), use_tqdm=False)[0]
     assert [(c.index, c.text) for c in output.outputs] == [(0, "BCDE"), (1, "BCDE"), (2, "BCDE")]
