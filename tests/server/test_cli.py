@@ -105,9 +105,14 @@ def test_what_no_option_allows_is_status_2(options, capsys):
 def test_every_engine_argument_has_an_option():
     known = vars(parse("m")).keys() | {a.dest for a in cli._parser()._actions}
     options = cli._parser()._subparsers._group_actions[0].choices["serve"]._option_string_actions
-    hidden = {"executor", "skip_tokenizer_init", "override_generation_config"}
+    hidden = {"executor", "skip_tokenizer_init"}
     for field in fields(EngineArgs):
         assert "--" + field.name.replace("_", "-") in options or field.name in hidden, (field.name, known)
+
+
+def test_defaults_of_requests_can_be_overridden(model_folder):
+    with running_server(model_folder, "successor", "--override-generation-config", '{"max_new_tokens": 3}') as server:
+        assert server.post("/v1/completions", {"prompt": "A"}).json()["choices"][0]["text"] == "BCD"
 
 
 class _UnixConnection(http.client.HTTPConnection):
