@@ -43,8 +43,10 @@ ENGINE_HELP = {
     "num_growth_tokens": "beside running requests admit one only if these may grow by so many tokens (vLLM: 0)",
     "scheduling_policy": "fcfs or priority",
     "async_scheduling": "schedule a step while the one before it runs (the default)",
-    "generation_config": "auto (the model's), vllm (none), or a folder with a generation_config.json",
-    "override_generation_config": "JSON with keys of generation_config.json, in the place of what it says",
+    "generation_config": "auto (the model's), vllm (none), or a folder with a generation_config.json, "
+    "whose max_new_tokens is then the most that a server gives to any request",
+    "override_generation_config": "JSON with keys of generation_config.json, in the place of what it says; "
+    "max_new_tokens is then the most that a server gives to any request",
     "chat_template": "Jinja text, or a file of it, in the place of the model's own",
     "max_logprobs": "most logprobs a position that a request may ask for; -1: all (default: 20)",
     "logits_processors": "custom logits processors, module:attribute each",
