@@ -94,7 +94,9 @@ def _text(content: Any) -> str:
 def _part_text(part: Any) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind == "text" and isinstance(part, Mapping):
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"message part {part!r} must have a 'text' that is a string.")
+        return part["text"]
     raise NotImplementedError(f"message part of type {kind!r} is not supported: only text is.")

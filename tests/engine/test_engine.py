@@ -254,6 +254,8 @@ def test_chat_renders_the_template_and_answers_each_conversation(engine):
         engine.chat(hello, tools=["add"])
     with pytest.raises(NotImplementedError, match="image_url"):
         engine.chat([{"role": "user", "content": [{"type": "image_url"}]}])
+    with pytest.raises(ValueError, match="must have a 'text'"):
+        engine.chat([{"role": "user", "content": [{"type": "text"}]}])
     with pytest.raises(ValueError, match="role"):
         engine.chat([{"content": "x"}])
 
