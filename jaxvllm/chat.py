@@ -1,5 +1,6 @@
 """Chat messages as the caller writes them, made into what a chat template takes."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,20 +51,52 @@ def split_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]
 
 
 def _plain(message: Any) -> dict[str, Any]:
+    """A message as templates expect it: its content as text, the arguments of its tool calls as objects."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"message {message!r} must be a dict with a 'role' and a 'content'.")
-    content = message.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        return {**message, "content": "\n".join(_part_text(part) for part in content)}
-    if content is not None and not isinstance(content, str):
+    plain = {**message, "content": _text(message.get("content"))}
+    calls = plain.pop("tool_calls", None)
+    if calls:
+        if not isinstance(calls, list | tuple):
+            raise ValueError("messages: tool_calls must be a list of calls.")
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_call(call: Any) -> dict[str, Any]:
+    """A tool call whose arguments are an object, not the JSON text that APIs have in its place."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError("messages: a tool call must be an object with a function that has a name.")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"messages: the arguments of the tool call of {function['name']!r} are no valid JSON: {error}."
+            ) from error
+    if not isinstance(arguments, Mapping | None):
+        raise ValueError("messages: the arguments of a tool call must be a JSON object.")
+    return {**call, "function": {**function, "arguments": dict(arguments or {})}}
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:  # of a message that only calls tools, for example; templates add strings to it
+        return ""
+    if not isinstance(content, Sequence):
         raise ValueError(f"message content {content!r} must be text or a list of parts.")
-    return dict(message)
+    return "\n".join(_part_text(part) for part in content)
 
 
 def _part_text(part: Any) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind == "text" and isinstance(part, Mapping):
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"message part {part!r} must have a 'text' that is a string.")
+        return part["text"]
     raise NotImplementedError(f"message part of type {kind!r} is not supported: only text is.")

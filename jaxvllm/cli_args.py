@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 256
 _LARGE = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
-NO_OPTION = ("override_generation_config", "executor", "skip_tokenizer_init")
+NO_OPTION = ("executor", "skip_tokenizer_init")
 ENGINE_HELP = {
     "model": "local Hugging Face folder, GGUF file or hub id (default: SmolLM2-135M-Instruct)",
     "dtype": "auto, float32, bfloat16 or float16 (auto: float32 on a CPU, the checkpoint's own on a GPU)",
@@ -43,7 +43,10 @@ ENGINE_HELP = {
     "num_growth_tokens": "beside running requests admit one only if these may grow by so many tokens (vLLM: 0)",
     "scheduling_policy": "fcfs or priority",
     "async_scheduling": "schedule a step while the one before it runs (the default)",
-    "generation_config": "auto (the model's), vllm (none), or a folder with a generation_config.json",
+    "generation_config": "auto (the model's), vllm (none), or a folder with a generation_config.json, "
+    "whose max_new_tokens is then the most that a server gives to any request",
+    "override_generation_config": "JSON with keys of generation_config.json, in the place of what it says; "
+    "max_new_tokens is then the most that a server gives to any request",
     "chat_template": "Jinja text, or a file of it, in the place of the model's own",
     "max_logprobs": "most logprobs a position that a request may ask for; -1: all (default: 20)",
     "logits_processors": "custom logits processors, module:attribute each",

@@ -73,7 +73,9 @@ class LLMEngine:
             tokenizer = None
             if not args.skip_tokenizer_init:
                 tokenizer = load_tokenizer(source, args.tokenizer, args.tokenizer_revision, args.download_dir)
-            model = read_model_info(source, tokenizer, _generation_config(args, source))
+            generation_config = _generation_config(args, source)
+            limit = _max_output_tokens(args, generation_config)
+            model = read_model_info(source, tokenizer, generation_config, limit)
             return cls(config, model, tokenizer, client, not args.disable_log_stats)
         except BaseException:
             client.shutdown()
@@ -255,3 +257,10 @@ def _generation_config(args: EngineArgs, source: ModelSource) -> Mapping[str, An
             )
         chosen = read_json(file)
     return {**chosen, **(args.override_generation_config or {})}
+
+
+def _max_output_tokens(args: EngineArgs, generation_config: Mapping[str, Any]) -> int | None:
+    """max_new_tokens that the caller chose: a limit, as in vLLM's server. The model's own is but a default."""
+    is_own = args.generation_config not in ("auto", "vllm")
+    chosen = generation_config if is_own else args.override_generation_config or {}
+    return chosen.get("max_new_tokens")

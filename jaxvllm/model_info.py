@@ -30,6 +30,7 @@ class ModelInfo:
       eos_token_id: the primary EOS, which gives no stop_reason.
       extra_eos_token_ids: further ids that end the text, as stop tokens.
       default_sampling: what the model's authors want SamplingParams to be where the caller gives none.
+      max_output_tokens: the most that a server gives to any request; None: no limit but the context.
     """
 
     path: str
@@ -38,6 +39,7 @@ class ModelInfo:
     eos_token_id: int | None = None
     extra_eos_token_ids: tuple[int, ...] = ()
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    max_output_tokens: int | None = None
 
     def default_sampling_params(self) -> SamplingParams:
         """SamplingParams for a caller who gives none."""
@@ -48,11 +50,13 @@ def read_model_info(
     source: "ModelSource",
     tokenizer: "Tokenizer | None",
     generation_config: Mapping[str, Any],
+    max_output_tokens: int | None,
 ) -> ModelInfo:
     """What the front end keeps of a model.
 
     Args:
       generation_config: the defaults to obey: the model's own, another file's, or none; see EngineArgs.
+      max_output_tokens: see ModelInfo.
     """
     eos = source.eos_ids(tokenizer)
     return ModelInfo(
@@ -66,4 +70,5 @@ def read_model_info(
             for key, name in _GENERATION_FIELDS.items()
             if generation_config.get(key) is not None
         },
+        max_output_tokens=max_output_tokens,
     )

@@ -1,6 +1,7 @@
 """Runs a load against a server: each request at its time, at most so many at once."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -16,13 +17,14 @@ READY_INTERVAL_S = 1.0
 
 
 async def wait_until_ready(client: BenchClient, timeout_s: float) -> str:
-    """The server's first model, as soon as it answers.
+    """The server's first model, as soon as it answers; says so once if that is not at once.
 
     Raises:
       TimeoutError: it does not within timeout_s seconds (0: one try).
       ValueError: the address is none, or what answers there refuses.
     """
     end = time.monotonic() + timeout_s
+    is_silent = True
     while True:
         try:
             return await client.first_model()
@@ -31,6 +33,10 @@ async def wait_until_ready(client: BenchClient, timeout_s: float) -> str:
         except httpx2.HTTPError as error:
             if time.monotonic() + READY_INTERVAL_S > end:
                 raise TimeoutError(f"the server does not answer: {type(error).__name__}: {error}") from error
+            if is_silent:
+                message = f"jaxvllm: the server does not answer yet: {type(error).__name__}: {error}"
+                print(f"{message}. Waiting for up to {timeout_s:g} s (--ready-check-timeout-sec).", file=sys.stderr)
+                is_silent = False
         await asyncio.sleep(READY_INTERVAL_S)
 
 

@@ -67,7 +67,7 @@ def _params(serving: Serving, request: ChatCompletionRequest, tools: ToolUse) ->
     limit = request.max_completion_tokens
     return sampling_params(
         request,
-        serving.engine.model.default_sampling,
+        serving.engine.model,
         max_tokens=request.max_tokens if limit is None else limit,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         structured_outputs=tools.structured_outputs,

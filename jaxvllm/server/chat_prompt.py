@@ -1,7 +1,5 @@
 """A conversation of the API as the prompt that the model's chat template makes of it."""
 
-import json
-from collections.abc import Mapping
 from typing import Any
 
 from jaxvllm.async_engine import MAX_CHARS_AT_ONCE
@@ -22,7 +20,7 @@ async def render(serving: Serving, request: RenderRequest) -> str:
     Raises: ApiError, ValueError, NotImplementedError: messages, tools or template variables that cannot be rendered.
     """
     assert request.messages is not None
-    messages = [_for_template(message) for message in split_conversations([request.messages])[0]]
+    [messages] = split_conversations([request.messages])
     tools = _tools(serving, request)
     template = _template(serving, request)
     variables = _variables(serving, request)
@@ -48,34 +46,6 @@ async def render(serving: Serving, request: RenderRequest) -> str:
     num_chars = sum(len(message.get("content") or "") for message in messages)
     is_quick = num_chars <= MAX_CHARS_AT_ONCE and not request.continue_final_message and not variables
     return apply() if is_quick else await serving.engine.run_in_thread(apply)
-
-
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: the arguments of its tool calls as objects, not as their JSON text."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return {key: value for key, value in message.items() if key != "tool_calls"}
-    if not isinstance(calls, list):
-        raise ApiError("messages: tool_calls must be a list of calls.", param="messages")
-    return {**message, "tool_calls": [_call_for_template(call) for call in calls]}
-
-
-def _call_for_template(call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ApiError("messages: a tool call must be an object with a function that has a name.", param="messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ApiError(
-                f"messages: the arguments of the tool call of {function['name']!r} are no valid JSON: {error}.",
-                param="messages",
-            ) from error
-    if not isinstance(arguments, Mapping | None):
-        raise ApiError("messages: the arguments of a tool call must be a JSON object.", param="messages")
-    return {**call, "function": {**function, "arguments": dict(arguments or {})}}
 
 
 def _tools(serving: Serving, request: RenderRequest) -> list[dict[str, Any]] | None:

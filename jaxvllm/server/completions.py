@@ -59,7 +59,7 @@ def _params(serving: Serving, request: CompletionRequest) -> SamplingParams:
     max_tokens = default if request.max_tokens is None else max(1, request.max_tokens)
     return sampling_params(
         request,
-        serving.engine.model.default_sampling,
+        serving.engine.model,
         max_tokens=max_tokens,
         logprobs=request.logprobs,
         **changes,

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jaxvllm.model_info import ModelInfo
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.protocol import GenerationRequest
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
@@ -40,17 +41,16 @@ _FORMATS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag
 
 def sampling_params(
     request: GenerationRequest,
-    defaults: Mapping[str, Any],
+    model: ModelInfo,
     *,
     max_tokens: int | None,
     logprobs: int | None,
     structured_outputs: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> SamplingParams:
-    """What a request asks for, over the model's own defaults.
+    """What a request asks for, over the model's own defaults and within its limit.
 
     Args:
-      defaults: of the model's generation_config.json.
       max_tokens: None: fill the context, or up to the model's default.
       structured_outputs: what the request's tools demand; None: what the request itself says.
       changes: fields in the place of the request's.
@@ -65,8 +65,11 @@ def sampling_params(
         values["thinking_token_budget"] = None
     values |= changes
     given = {name: value for name, value in values.items() if value is not None}
+    defaults, limit = model.default_sampling, model.max_output_tokens
     if max_tokens is None:
         max_tokens = defaults.get("max_tokens")
+    elif limit is not None:
+        max_tokens = min(max_tokens, limit)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams.from_optional(**{**defaults, **given, "max_tokens": max_tokens, "output_kind": kind})
 

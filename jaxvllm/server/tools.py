@@ -23,6 +23,8 @@ from jaxvllm.tool_parsers import (
     make_tool_call_id,
 )
 
+# What parameters refer to from the root of their schema: in the present draft of JSON Schema, and up to draft 7.
+_DEFINITIONS = ("$defs", "definitions")
 Kind = Literal["none", "auto", "required", "named"]
 
 
@@ -166,16 +168,17 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 def _calls_schema(tools: list[Tool], only_one: bool) -> dict[str, Any]:
     """A list of calls, each of one of the tools with arguments of its schema."""
-    definitions: dict[str, Any] = {}
+    shared: dict[str, dict[str, Any]] = {}
     kinds = []
     for tool in tools:
         parameters = dict(_parameters(tool))
-        own = parameters.pop("$defs", {})
-        if not isinstance(own, dict):
-            raise ApiError("tools: $defs of parameters must be an object.", param="tools")
-        for name, definition in own.items():
-            if definitions.setdefault(name, definition) != definition:
-                raise ApiError(f"tools define $defs/{name} in two ways: give them two names.", param="tools")
+        for keyword in _DEFINITIONS:
+            own = parameters.pop(keyword, {})
+            if not isinstance(own, dict):
+                raise ApiError(f"tools: {keyword} of parameters must be an object.", param="tools")
+            for name, definition in own.items():
+                if shared.setdefault(keyword, {}).setdefault(name, definition) != definition:
+                    raise ApiError(f"tools define {keyword}/{name} in two ways: give them two names.", param="tools")
         kinds.append(
             {
                 "type": "object",
@@ -187,6 +190,4 @@ def _calls_schema(tools: list[Tool], only_one: bool) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": kinds}}
     if only_one:
         schema["maxItems"] = 1
-    if definitions:
-        schema["$defs"] = definitions
-    return schema
+    return schema | shared

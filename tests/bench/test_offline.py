@@ -86,6 +86,13 @@ def test_bad_sizes_are_one_line(folder, capsys):
 
 
 @pytest.mark.parametrize("command", ["latency", "throughput"])
+def test_answers_that_the_context_would_cut_are_refused(folder, capsys, command):
+    assert bench(folder, command, "--input-len", "1000", "--output-len", "25") == 1
+    message = "a prompt of 1000 tokens and 25 of output exceed max_model_len=1024"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["latency", "throughput"])
 def test_a_file_that_cannot_be_written_is_named_before_the_engine_starts(
     folder, tmp_path, monkeypatch, capsys, command
 ):

@@ -157,6 +157,11 @@ def test_no_server_is_one_line(capsys):
     assert "models cannot be read" in capsys.readouterr().err
 
 
+def test_who_waits_for_a_server_is_told_so_once(capsys):
+    assert cli.main(["bench", "serve", "--port", "1", "--ready-check-timeout-sec", "2.5"]) == 1
+    assert capsys.readouterr().err.count("Waiting for up to 2.5 s (--ready-check-timeout-sec)") == 1
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -254,8 +254,31 @@ def test_chat_renders_the_template_and_answers_each_conversation(engine):
         engine.chat(hello, tools=["add"])
     with pytest.raises(NotImplementedError, match="image_url"):
         engine.chat([{"role": "user", "content": [{"type": "image_url"}]}])
+    with pytest.raises(ValueError, match="must have a 'text'"):
+        engine.chat([{"role": "user", "content": [{"type": "text"}]}])
     with pytest.raises(ValueError, match="role"):
         engine.chat([{"content": "x"}])
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": []}])
+def test_a_message_without_content_has_an_empty_one(engine, content):
+    messages = [{"role": "assistant", **content}, {"role": "user", "content": "x"}]
+    template = "{% for m in messages %}{{ m['role'] + ':' + m['content'] }};{% endfor %}"
+    (output,) = engine.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False, chat_template=template)
+    assert output.prompt == "assistant:;user:x;"
+
+
+def test_templates_see_the_arguments_of_former_calls_as_objects(engine):
+    def prompt(*arguments) -> str:
+        calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": a}} for a in arguments]
+        messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
+        template = "{% for c in messages[0].tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}."
+        return engine.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False, chat_template=template)[0].prompt
+
+    assert prompt('{"city": "Oslo"}', {"city": "Rome"}, "", None) == '{"city": "Oslo"}{"city": "Rome"}{}{}.'
+    assert prompt() == "."
+    with pytest.raises(ValueError, match="the arguments of the tool call of 'f' are no valid JSON"):
+        prompt("{")
 
 
 def test_n_completions_share_a_request(engine):

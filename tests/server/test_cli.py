@@ -12,6 +12,7 @@ from jaxvllm.engine_args import EngineArgs
 from jaxvllm.server.cli import engine_args_of, refuse_options, server_config
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.vllm_args import NOT_BUILT
+from tests.engine.conftest import write_model
 from tests.server.process import running_server
 
 
@@ -105,9 +106,28 @@ def test_what_no_option_allows_is_status_2(options, capsys):
 def test_every_engine_argument_has_an_option():
     known = vars(parse("m")).keys() | {a.dest for a in cli._parser()._actions}
     options = cli._parser()._subparsers._group_actions[0].choices["serve"]._option_string_actions
-    hidden = {"executor", "skip_tokenizer_init", "override_generation_config"}
+    hidden = {"executor", "skip_tokenizer_init"}
     for field in fields(EngineArgs):
         assert "--" + field.name.replace("_", "-") in options or field.name in hidden, (field.name, known)
+
+
+def test_defaults_of_requests_can_be_overridden(model_folder):
+    with running_server(model_folder, "successor", "--override-generation-config", '{"max_new_tokens": 3}') as server:
+        assert server.post("/v1/completions", {"prompt": "A"}).json()["choices"][0]["text"] == "BCD"
+
+
+def test_max_new_tokens_is_a_limit_where_the_operator_chose_it_and_a_default_where_the_model_did(tmp_path):
+    folder = write_model(tmp_path, generation_config={"max_new_tokens": 3})
+    own, chosen = ["--generation-config", "auto"], ["--generation-config", str(folder)]
+    overridden = ["--override-generation-config", '{"max_new_tokens": 4}']
+    for options, expected in ((own, (3, 6, 2)), (chosen, (3, 3, 2)), (overridden, (4, 4, 2))):
+        with running_server(folder, "successor", *options) as server:
+            for max_tokens, num_tokens in zip((None, 6, 2), expected, strict=True):
+                body = {"prompt": "A", "max_tokens": max_tokens}
+                chat = {"messages": [{"role": "user", "content": "A"}], "max_tokens": max_tokens}
+                for path, request in (("/v1/completions", body), ("/v1/chat/completions", chat)):
+                    answer = server.post(path, request).json()
+                    assert answer["usage"]["completion_tokens"] == num_tokens, (options, path, max_tokens)
 
 
 class _UnixConnection(http.client.HTTPConnection):

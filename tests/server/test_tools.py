@@ -90,6 +90,28 @@ def test_required_calls_are_a_list_that_the_text_is_held_to(parrot, ask):
     assert [(name, json.loads(text)) for name, text in calls] == [("weather", {"city": "Oslo [}]"}), ("clock", {})]
 
 
+def with_definitions(name: str, keyword: str, kind: str) -> dict:
+    """A tool whose only argument is of a type that its schema defines at its root."""
+    parameters = {
+        "type": "object",
+        "properties": {"x": {"$ref": f"#/{keyword}/X"}},
+        "required": ["x"],
+        keyword: {"X": {"type": kind}},
+    }
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def test_required_calls_keep_the_definitions_of_their_schemas(parrot):
+    tools = [with_definitions("f", "$defs", "string"), with_definitions("g", "definitions", "integer")]
+    said = '[{"name": "f", "parameters": {"x": "y"}}, {"name": "g", "parameters": {"x": 3}}]'
+    _, calls, reason = whole(parrot, body(said, tools=tools, tool_choice="required"))
+    assert (calls, reason) == ([("f", '{"x": "y"}'), ("g", '{"x": 3}')], "tool_calls")
+    for keyword in ("$defs", "definitions"):
+        tools = [with_definitions("f", keyword, "string"), with_definitions("g", keyword, "integer")]
+        error = parrot.post("/v1/chat/completions", body(said, tools=tools, tool_choice="required")).error()
+        assert f"tools define {keyword}/X in two ways" in error["message"]
+
+
 @pytest.mark.parametrize("ask", [whole, streamed])
 def test_a_named_function_gets_all_of_the_text_as_arguments(parrot, ask):
     choice = {"type": "function", "function": {"name": "weather"}}
