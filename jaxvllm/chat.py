@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 Message = Mapping[str, Any]
+# Types of content parts that are text, and where they have it: what models answer is sent back as such parts too.
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 # Variables with a meaning for transformers beyond the template.
 TRANSFORMERS_ARGUMENTS = frozenset(
     {
@@ -95,8 +97,9 @@ def _part_text(part: Any) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind == "text" and isinstance(part, Mapping):
-        if not isinstance(part.get("text"), str):
-            raise ValueError(f"message part {part!r} must have a 'text' that is a string.")
-        return part["text"]
-    raise NotImplementedError(f"message part of type {kind!r} is not supported: only text is.")
+    name = _TEXTS.get(kind) if isinstance(kind, str) else None
+    if name is None or not isinstance(part, Mapping):
+        raise NotImplementedError(f"message part of type {kind!r} is not supported: only text is.")
+    if not isinstance(part.get(name), str):
+        raise ValueError(f"message part {part!r} must have a {name!r} that is a string.")
+    return part[name]

@@ -62,6 +62,7 @@ class SamplingChecker:
                     f"logit_bias has the key {token_id}, which is outside the vocabulary: ids must be in "
                     f"[0, {vocab_size - 1}]."
                 )
+        self._check_first_tokens(params)
         for name in ("logprobs", "prompt_logprobs"):
             self._check_num_logprobs(name, getattr(params, name), params)
         if params.bad_words and self._tokenizer is None:
@@ -82,6 +83,15 @@ class SamplingChecker:
                     f"extra_args has the key {name!r}, which is no custom logits processor of this engine: it has "
                     f"{sorted(self._processors)} (argument logits_processors)."
                 )
+
+    def _check_first_tokens(self, params: SamplingParams) -> None:
+        """Below min_tokens no end may come: something else has to be allowed."""
+        ends = {self._model.eos_token_id, *self._model.extra_eos_token_ids, *(params.stop_token_ids or ())}
+        if params.min_tokens and params.allowed_token_ids and ends.issuperset(params.allowed_token_ids):
+            raise ValueError(
+                f"allowed_token_ids={params.allowed_token_ids} are all ends of the text, of which min_tokens="
+                f"{params.min_tokens} allows none at first: allow another id, or leave one of the two out."
+            )
 
     def _check_num_logprobs(self, name: str, value: int | None, params: SamplingParams) -> None:
         limit = self._features.max_logprobs

@@ -121,8 +121,8 @@ def truncated(ids: list[int], truncate_to: int | None) -> list[int]:
 
 
 def new_id(prefix: str, header: str | None, wanted: str | None) -> str:
-    """The id of an answer: the caller's (in the body, or X-Request-Id), or a new one."""
-    return f"{prefix}-{wanted or header or uuid.uuid4().hex}"
+    """The id of an answer: the caller's (X-Request-Id, or in the body), or a new one."""
+    return f"{prefix}-{header or wanted or uuid.uuid4().hex}"
 
 
 def check_completion(completion: CompletionOutput) -> None:

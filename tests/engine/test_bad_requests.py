@@ -28,6 +28,10 @@ BAD_PARAMS = [
     ({"logit_bias": {"abc": 5.0}}, "logit_bias key='abc' must be an integer, got str"),
     ({"allowed_token_ids": [264]}, "allowed_token_ids[0]=264 is outside the vocabulary"),
     ({"allowed_token_ids": []}, "allowed_token_ids=[] allows no token"),
+    (
+        {"allowed_token_ids": [9], "stop_token_ids": [9], "min_tokens": 1},
+        "allowed_token_ids=[9] are all ends of the text",
+    ),
     ({"logprob_token_ids": [264]}, "logprob_token_ids[0]=264 is outside the vocabulary"),
     ({"bad_words": [""]}, "bad_words=[''] must not hold an empty string"),
     ({"logprobs": 21}, "logprobs=21 must be at most max_logprobs=20"),

@@ -243,6 +243,12 @@ def test_chat_renders_the_template_and_answers_each_conversation(engine):
     assert (one[0].prompt, one[0].outputs[0].text) == ("u:hello\na:", ";<")
     two = engine.chat([hello, parts], params, use_tqdm=False)
     assert [o.prompt for o in two] == ["u:hello\na:", "u:x\ny\na:"]
+    former = [
+        {"type": "output_text", "text": "x"},
+        {"type": "refusal", "refusal": "no"},
+        {"type": "input_text", "text": "y"},
+    ]
+    assert engine.chat([{"role": "user", "content": former}], params, use_tqdm=False)[0].prompt == "u:x\nno\ny\na:"
     own = engine.chat(hello, params, use_tqdm=False, chat_template="{{ messages[0].content }}")
     assert own[0].prompt == "hello"
     bare = engine.chat(hello, params, use_tqdm=False, chat_template_kwargs={"add_generation_prompt": False})

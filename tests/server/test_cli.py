@@ -155,7 +155,7 @@ def test_unix_socket_request_ids_usage_and_quiet_paths(model_folder, tmp_path):
             return response.read(), {name.lower(): value for name, value in response.headers.items()}
 
         headers = {"X-Request-Id": "mine", "Origin": "https://a"}
-        body, got = request("POST", "/v1/completions", {"prompt": "A", "max_tokens": 1}, **headers)
+        body, got = request("POST", "/v1/completions", {"prompt": "A", "max_tokens": 1, "request_id": "a"}, **headers)
         assert (json.loads(body)["id"], got["x-request-id"]) == ("cmpl-mine", "mine")
         assert got["access-control-allow-origin"] == "https://a"
         _, got = request("GET", "/health", Origin="https://b")
