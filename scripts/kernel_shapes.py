@@ -210,6 +210,13 @@ OPTION_SHAPES = tuple(
     (_decode(256, 800, heads, kv_heads, **options), _prefill(1, 4096, 0, heads, kv_heads, **options))
     for heads, kv_heads, options in _OPTIONS
 )
+
+
+def _cut_of(shape: DecodeShape) -> tuple[int, int, int]:
+    config = shape.config.decode
+    return config.tile, config.stages, config.num_ctas
+
+
 # Decode cut otherwise, beside what serves: over long and short contexts.
 CUT_SHAPES = tuple(
     replace(shape, name=f"{shape.name}, cut {' x '.join(map(str, cut))}", cut=cut) if cut else shape
@@ -218,7 +225,8 @@ CUT_SHAPES = tuple(
         *(_decode(num_requests, 500, 16) for num_requests in (16, 32, 64)),
         *(_decode(num_requests, 2048, 32) for num_requests in (16, 32)),
     )
-    for cut in (None, (64, 2, 256), (192, 1, 128), (256, 1, 128))
+    for cut in (None, (64, 2, 256), (128, 2, 128), (192, 1, 128), (256, 1, 128))
+    if cut != _cut_of(shape)
 )
 # Every group of 1 to 16 query heads a kv head.
 GROUP_SHAPES = tuple((_decode(256, 800, 4 * group, 4), _prefill(1, 4096, 0, 4 * group, 4)) for group in range(1, 17))
