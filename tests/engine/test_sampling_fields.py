@@ -192,7 +192,7 @@ def test_output_kind_delta_joins_to_the_final_logprobs_and_brings_the_prompt_s_o
 
 
 def test_output_kind_cumulative_brings_the_same_prompt_logprobs_every_time(engine):
-    wanted = SamplingParams(prompt_logprobs=2, max_tokens=4, output_kind=RequestOutputKind.CUMULATIVE)
+    wanted = SamplingParams(prompt_logprobs=2, max_tokens=4, ignore_eos=True, output_kind=RequestOutputKind.CUMULATIVE)
     engine.llm_engine.add_request("cumulative", PROMPT, wanted)
     found = []
     while engine.llm_engine.has_unfinished_requests():
