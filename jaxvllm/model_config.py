@@ -30,7 +30,11 @@ _GEMMA_DEFAULTS: Mapping[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
     "sliding_window": 4096,
 }
-_WITH_SOFT_CAPS = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+# Gemma 3 caps logits only: its scores are as they are, whatever a file says, in transformers too.
+_WITH_SOFT_CAPS: Mapping[str, tuple[str, ...]] = {
+    "attn_logit_softcapping": ("Gemma2ForCausalLM",),
+    "final_logit_softcapping": ("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+}
 _ARCHITECTURE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
     "Qwen2ForCausalLM": {"attention_bias": True, "max_position_embeddings": 32768, "max_window_layers": 28},
@@ -266,7 +270,7 @@ def _listed_layer_types(listed: Any, num_layers: int, window: int | None, origin
 
 def _soft_cap(fields: ConfigFields, architecture: str, key: str) -> float | None:
     """None where the file says null, and in families whose model has no caps, whatever a file says."""
-    if architecture not in _WITH_SOFT_CAPS or fields.get(key) is None:
+    if architecture not in _WITH_SOFT_CAPS[key] or fields.get(key) is None:
         return None
     return fields.number(key)
 

@@ -255,6 +255,7 @@ def test_first_supported_architecture_counts():
         ("Gemma2ForCausalLM", {}, (50.0, 30.0)),
         ("Gemma2ForCausalLM", {"attn_logit_softcapping": None, "final_logit_softcapping": 7}, (None, 7.0)),
         ("Gemma3ForCausalLM", {}, (None, None)),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 7.0}, (None, 7.0)),
         ("LlamaForCausalLM", {"attn_logit_softcapping": 50.0}, (None, None)),
     ],
 )

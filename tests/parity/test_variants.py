@@ -54,6 +54,7 @@ VARIANTS = {
     "no window": ("MistralConfig", {"sliding_window": None}),
     "part of the head rotates": ("Phi3Config", {"hidden_size": 60, "head_dim": None, "partial_rotary_factor": 0.6}),
     "no soft caps": ("Gemma2Config", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "soft caps of Gemma 3": ("Gemma3TextConfig", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "norm after, narrow embedding": ("OPTConfig", {**NARROW_OPT, "do_layer_norm_before": False}),
 }
 
