@@ -19,7 +19,12 @@ class GemmaDecoderLayer(nnx.Module):
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), norms with weight 1 + w."""
 
     def __init__(self, config: ModelConfig, *, qk_norm: bool = False):
-        """`qk_norm`: norm each query and key head."""
+        """`qk_norm`: norm each query and key head.
+
+        Raises: NotImplementedError for embedding models, whose attention looks both ways.
+        """
+        if config.hf.get("use_bidirectional_attention"):
+            raise NotImplementedError("use_bidirectional_attention=true (an embedding model) is not supported")
         norm = partial(RMSNorm, eps=config.rms_norm_eps, dtype=config.dtype, unit_offset=True)
         hidden, prefix = config.hidden_size, f"{LAYER_PREFIX}.self_attn"
         self.input_layernorm = norm(hidden, f"{LAYER_PREFIX}.input_layernorm.weight")

@@ -9,12 +9,7 @@ class Gemma3ForCausalLM(CausalLM):
     """The pattern of windowed layers and both ropes are in the config."""
 
     def __init__(self, config: ModelConfig, *, unroll_layers: bool | None = None):
-        """Declare the weights of `config`; see CausalLM.
-
-        Raises: NotImplementedError for embedding models, whose attention looks both ways.
-        """
-        if config.hf.get("use_bidirectional_attention"):
-            raise NotImplementedError("use_bidirectional_attention=true (an embedding model) is not supported")
+        """Declare the weights of `config`; see CausalLM."""
         super().__init__(
             config,
             GemmaDecoderLayer(config, qk_norm=True),

@@ -140,3 +140,10 @@ def test_xla_does_not_know_the_layer_of_a_small_weight_and_makes_one_kernel_for_
     assert ("optimization_barrier" in str(taken)) == is_small
     values = np.arange(3 * width, dtype=np.float32).reshape(3, width)
     np.testing.assert_array_equal(jax.jit(lambda s: LayerSlice(s, jnp.int32(1)).take())(values), values[1])
+
+
+@pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "Gemma3ForCausalLM"])
+def test_attention_that_looks_both_ways_is_refused_by_name(architecture):
+    config = config_of(architecture, use_bidirectional_attention=True)
+    with pytest.raises(NotImplementedError, match="use_bidirectional_attention=true"):
+        get_model_class(architecture)(config)
