@@ -23,6 +23,11 @@ _LLAMA_DEFAULTS: Mapping[str, Any] = {
     "mlp_bias": False,
     "rope_theta": 10000.0,
 }
+_QWEN_DEFAULTS: Mapping[str, Any] = {
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 _GEMMA_DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": True,
     "num_key_value_heads": 4,
@@ -37,8 +42,8 @@ _WITH_SOFT_CAPS: Mapping[str, tuple[str, ...]] = {
 }
 _ARCHITECTURE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
-    "Qwen2ForCausalLM": {"attention_bias": True, "max_position_embeddings": 32768, "max_window_layers": 28},
-    "Qwen3ForCausalLM": {"head_dim": 128, "max_position_embeddings": 32768, "max_window_layers": 28},
+    "Qwen2ForCausalLM": {**_QWEN_DEFAULTS, "attention_bias": True},
+    "Qwen3ForCausalLM": {**_QWEN_DEFAULTS, "head_dim": 128},
     "Gemma2ForCausalLM": {
         **_GEMMA_DEFAULTS,
         "max_position_embeddings": 8192,

@@ -118,6 +118,8 @@ def test_qwen2_has_biases_on_q_k_v_though_its_file_does_not_say_so():
         ("MistralForCausalLM", {"sliding_window": None, "num_key_value_heads": 2}, None, "fff"),
         ("Qwen2ForCausalLM", {"sliding_window": 9}, None, "fff"),
         ("Qwen2ForCausalLM", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}, 9, "fss"),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 1}, 4096, "fss"),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 2}, 4096, "ffs"),
         ("Gemma2ForCausalLM", {"sliding_window": 9}, 9, "sfs"),
         ("Gemma3ForCausalLM", {"sliding_window": 9, "sliding_window_pattern": 2}, 9, "sfs"),
         ("Gemma3ForCausalLM", {"sliding_window": 9}, 9, "sss"),
