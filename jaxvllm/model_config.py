@@ -68,6 +68,8 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "attention_bias": ("attention_bias", "enable_bias"),
     "mlp_bias": ("mlp_bias", "enable_bias"),
 }
+# Gemma's files may have both, and hidden_act is then a relic of the first Gemma ("gelu") that transformers ignores.
+_GEMMA_SPELLINGS = {**_SPELLINGS, "hidden_act": ("hidden_activation", "hidden_act")}
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ class ModelConfig:
         """
         architecture = _architecture(hf, supported, origin)
         defaults = {**_LLAMA_DEFAULTS, **_ARCHITECTURE_DEFAULTS.get(architecture, {})}
-        fields = ConfigFields(hf, defaults, _SPELLINGS, origin)
+        spellings = _GEMMA_SPELLINGS if architecture.startswith("Gemma") else _SPELLINGS
+        fields = ConfigFields(hf, defaults, spellings, origin)
         heads = _head_sizes(fields)
         num_layers = fields.positive_int("num_hidden_layers")
         sliding_window, layer_types = _attention_layers(fields, architecture, num_layers)

@@ -181,6 +181,14 @@ def test_a_key_that_the_file_lacks_means_what_transformers_means(hf_class, archi
         assert config.rope.theta == hf.rope_parameters["rope_theta"]
 
 
+def test_hidden_activation_of_gemma_wins_over_hidden_act_as_in_transformers():
+    both = {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}
+    for hf_class, architecture in [("Gemma2Config", "Gemma2ForCausalLM"), ("Gemma3TextConfig", "Gemma3ForCausalLM")]:
+        config = read(architectures=[architecture], **both)
+        assert config.hidden_act == getattr(transformers, hf_class)(**both).hidden_activation
+    assert read(**both).hidden_act == "gelu"
+
+
 def test_eos_is_one_id_a_list_or_nothing():
     assert read(eos_token_id=7).eos_token_ids == (7,)
     assert read(eos_token_id=[70, 90, 70]).eos_token_ids == (70, 90)
