@@ -57,12 +57,18 @@ def read_ropes(
     transformers 5 writes everything under "rope_parameters", nested by layer type where they differ; before it was
     "rope_theta" beside "rope_scaling", whose kind was spelled "type" or "rope_type". What is in "rope_parameters" wins.
 
-    Raises: ValueError for an unknown kind of scaling or a missing part of it.
+    Raises: ValueError for an unknown kind of scaling, a missing part of it, or two kinds.
     """
     scaling, parameters = (_dict(hf, key, origin) for key in ("rope_scaling", "rope_parameters"))
     is_nested = any(isinstance(value, Mapping) for value in parameters.values())
     full = dict(parameters.get("full_attention") or {}) if is_nested else parameters
     local = dict(parameters.get("sliding_attention") or {}) if is_nested else {}
+    if scaling and _kind(full, default=_kind(scaling)) != _kind(scaling):
+        # Who adds "rope_scaling" by hand, as model cards say, would else not get it, nor be told.
+        raise ValueError(
+            f'{origin}: "rope_scaling" says {_kind(scaling)!r} and "rope_parameters" says {_kind(full)!r}; '
+            'move what is meant to "rope_parameters" and leave "rope_scaling" out'
+        )
     top_level = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
     base = {
         "rope_theta": default_theta,
@@ -82,8 +88,13 @@ def _dict(hf: Mapping[str, Any], key: str, origin: str) -> dict[str, Any]:
     return {k: v for k, v in (value or {}).items() if v is not None}
 
 
+def _kind(values: Mapping[str, Any], *, default: str = "default") -> str:
+    """The kind of scaling under either spelling."""
+    return values.get("rope_type", values.get("type", default))
+
+
 def _rope(values: Mapping[str, Any], max_position_embeddings: int, origin: str) -> RopeConfig:
-    kind = values.get("rope_type", values.get("type", "default"))
+    kind = _kind(values)
     if kind not in _REQUIRED:
         raise ValueError(f"{origin}: rope scaling {kind!r} is not supported; supported are {', '.join(_REQUIRED)}")
     for key in _REQUIRED[kind]:

@@ -55,6 +55,12 @@ def test_llama3_scaling_is_read_under_every_spelling(key, kind_key):
     assert rope.original_max_position_embeddings == 4096
 
 
+def test_one_kind_of_scaling_may_be_in_both_places():
+    for kind in ({"rope_type": "linear"}, {}):
+        rope = read(rope_scaling={"type": "linear", "factor": 8}, rope_parameters={**kind, "rope_theta": 5e5}).rope
+        assert (rope.type, rope.factor, rope.theta) == ("linear", 8.0, 5e5)
+
+
 def test_yarn_takes_the_models_context_where_the_original_is_not_stated():
     rope = read(rope_scaling={"type": "yarn", "factor": 4.0}, max_position_embeddings=777).rope
     assert (rope.type, rope.original_max_position_embeddings, rope.beta_fast, rope.truncate) == (
@@ -224,6 +230,10 @@ def test_missing_field_is_named_with_its_file_and_what_to_do(field, absent):
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported; supported are default, linear"),
         ({"rope_scaling": {"type": "llama3", "factor": 8}}, '"llama3" needs "low_freq_factor"'),
         ({"rope_scaling": {"type": "linear", "factor": "8"}}, 'rope field "factor" must be a number'),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}},
+            "\"rope_scaling\" says 'yarn' and \"rope_parameters\" says 'default'; move",
+        ),
         ({"layer_types": ["full_attention"]}, "has 1 entries for 3 layers"),
         ({"layer_types": ["linear_attention"] * 3}, "must list full_attention or sliding_attention"),
         ({"layer_types": ["sliding_attention"] * 3}, '"sliding_window" is not set'),
