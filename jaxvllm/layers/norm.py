@@ -24,20 +24,22 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / std * weight + bias over the last axis."""
+    """(x - mean) / std * weight + bias over the last axis; without weights, the first half of it."""
 
-    def __init__(self, size: int, prefix: str, *, eps: float, dtype: str):
+    def __init__(self, size: int, prefix: str, *, eps: float, dtype: str, has_weights: bool = True):
         """`prefix`: of the checkpoint's two tensors."""
         self.eps = eps
         weight, bias = (CheckpointTensor(f"{prefix}.{part}", (size,)) for part in ("weight", "bias"))
-        self.weight = declare(ParamSpec((size,), jnp.dtype(dtype), (None,), (weight,), "ones"))
-        self.bias = declare(ParamSpec((size,), jnp.dtype(dtype), (None,), (bias,), "zeros"))
+        weight_spec = ParamSpec((size,), jnp.dtype(dtype), (None,), (weight,), "ones")
+        bias_spec = ParamSpec((size,), jnp.dtype(dtype), (None,), (bias,), "zeros")
+        self.weight, self.bias = (declare(spec) if has_weights else None for spec in (weight_spec, bias_spec))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise [..., size]; the result has x's dtype."""
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        weight, bias = (as_array(param.get_value()).astype(jnp.float32) for param in (self.weight, self.bias))
-        wide = wide * weight + bias
+        if self.weight is not None and self.bias is not None:
+            weight, bias = (as_array(param.get_value()).astype(jnp.float32) for param in (self.weight, self.bias))
+            wide = wide * weight + bias
         return wide.astype(x.dtype)

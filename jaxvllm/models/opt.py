@@ -1,5 +1,7 @@
 """OPT: learned positions, LayerNorm, biases, a plain ReLU feed-forward."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -21,6 +23,11 @@ _LAYER_PREFIX = f"{_PREFIX}.layers.{{layer}}"
 _POSITION_OFFSET = 2
 
 
+def _norm_options(config: ModelConfig) -> dict[str, Any]:
+    has_weights = config.hf.get("layer_norm_elementwise_affine", True)
+    return {"eps": config.rms_norm_eps, "dtype": config.dtype, "has_weights": has_weights}
+
+
 class OPTDecoderLayer(nnx.Module):
     """Attention and feed-forward, each with a norm before it, or after the residual sum as in OPT-350m."""
 
@@ -29,7 +36,7 @@ class OPTDecoderLayer(nnx.Module):
         self.norm_before = norm_before
         self.activation = activation(config.hidden_act)
         hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"{_LAYER_PREFIX}.self_attn"
-        options = {"eps": config.rms_norm_eps, "dtype": config.dtype}
+        options = _norm_options(config)
         self.self_attn = Attention(
             config,
             prefix,
@@ -82,7 +89,7 @@ class OPTForCausalLM(nnx.Module):
         self.project_in = Linear(width, hidden, f"{_PREFIX}.project_in", **projection) if is_projected else None
         self.layers = stack_layers(OPTDecoderLayer(config, norm_before=norm_before), config.num_layers)
         has_last_norm = norm_before and not hf.get("_remove_final_layer_norm", False)
-        last_norm = LayerNorm(hidden, f"{_PREFIX}.final_layer_norm", eps=config.rms_norm_eps, dtype=dtype)
+        last_norm = LayerNorm(hidden, f"{_PREFIX}.final_layer_norm", **_norm_options(config))
         self.final_layer_norm = last_norm if has_last_norm else None
         self.project_out = Linear(hidden, width, f"{_PREFIX}.project_out", **projection) if is_projected else None
         tied = config.tie_word_embeddings

@@ -31,7 +31,7 @@ LLAMA3 = rope(
     rope_theta=50.0,
 )
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
-NARROW_OPT = {"ffn_dim": 58, "word_embed_proj_dim": 30, "head_dim": None, "num_key_value_heads": None}
+OPT = {"ffn_dim": 58, "head_dim": None, "num_key_value_heads": None}
 
 VARIANTS = {
     "tied head": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -55,7 +55,8 @@ VARIANTS = {
     "part of the head rotates": ("Phi3Config", {"hidden_size": 60, "head_dim": None, "partial_rotary_factor": 0.6}),
     "no soft caps": ("Gemma2Config", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "soft caps of Gemma 3": ("Gemma3TextConfig", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
-    "norm after, narrow embedding": ("OPTConfig", {**NARROW_OPT, "do_layer_norm_before": False}),
+    "norm after, narrow embedding": ("OPTConfig", {**OPT, "word_embed_proj_dim": 30, "do_layer_norm_before": False}),
+    "norms without weights": ("OPTConfig", {**OPT, "layer_norm_elementwise_affine": False}),
 }
 
 
