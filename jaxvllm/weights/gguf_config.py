@@ -84,11 +84,13 @@ def _rope_parameters(file: GGUFFile, arch: str) -> dict[str, Any]:
     unsupported = [name for name in file.tensors if re.fullmatch(r"rope_factors_(long|short)\.weight", name)]
     if unsupported:
         raise ValueError(f"{file.path}: rope scaling by {unsupported[0]!r} (longrope) is not supported")
-    kind = metadata.get(f"{arch}.rope.scaling.type", "none")
+    # Files of 2023 say scale_linear, and a factor without a type is linear: llama.cpp's rules. A factor of 0 is none.
+    factor = metadata.get(f"{arch}.rope.scaling.factor", metadata.get(f"{arch}.rope.scale_linear")) or None
+    kind = metadata.get(f"{arch}.rope.scaling.type", "none" if factor is None else "linear")
     parameters: dict[str, Any] = {
         "rope_type": "default" if kind == "none" else kind,
         "rope_theta": _short(metadata.get(f"{arch}.rope.freq_base", 10000.0)),
-        "factor": metadata.get(f"{arch}.rope.scaling.factor"),
+        "factor": factor,
         "original_max_position_embeddings": metadata.get(f"{arch}.rope.scaling.original_context_length"),
         "attention_factor": metadata.get(f"{arch}.rope.scaling.attn_factor"),
     }

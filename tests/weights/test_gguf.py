@@ -133,8 +133,15 @@ def test_rope_freqs_tensor_becomes_divisors_and_is_no_weight(tmp_path):
     assert "rope_freqs.weight" not in GGUFCheckpoint(file).tensors()
 
 
-def test_scaling_of_the_metadata_reaches_the_config(tmp_path):
-    metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scale_linear": 4.0},
+    ],
+)
+def test_scaling_of_the_metadata_reaches_the_config(tmp_path, metadata):
     rope = config_of(GGUFFile(write_gguf(tmp_path / "m.gguf", llama_tensors(), metadata=metadata))).rope
     assert (rope.type, rope.factor) == ("linear", 4.0)
 
