@@ -93,6 +93,8 @@ def _rope_parameters(file: GGUFFile, arch: str) -> dict[str, Any]:
         "factor": factor,
         "original_max_position_embeddings": metadata.get(f"{arch}.rope.scaling.original_context_length"),
         "attention_factor": metadata.get(f"{arch}.rope.scaling.attn_factor"),
+        "beta_fast": metadata.get(f"{arch}.rope.scaling.yarn_beta_fast"),
+        "beta_slow": metadata.get(f"{arch}.rope.scaling.yarn_beta_slow"),
     }
     if ROPE_DIVISORS in file.tensors:
         parameters["frequency_divisors"] = file.read(ROPE_DIVISORS).reshape(-1).tolist()

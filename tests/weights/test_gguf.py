@@ -146,6 +146,14 @@ def test_scaling_of_the_metadata_reaches_the_config(tmp_path, metadata):
     assert (rope.type, rope.factor) == ("linear", 4.0)
 
 
+def test_bands_of_yarn_reach_the_config(tmp_path):
+    bands = {"yarn_beta_fast": 24.0, "yarn_beta_slow": 2.0, "original_context_length": 128}
+    metadata = {f"qwen3.rope.scaling.{key}": value for key, value in {"type": "yarn", "factor": 4.0, **bands}.items()}
+    rope = config_of(GGUFFile(write_gguf(tmp_path / "m.gguf", llama_tensors(), arch="qwen3", metadata=metadata))).rope
+    assert (rope.type, rope.factor, rope.original_max_position_embeddings) == ("yarn", 4.0, 128)
+    assert (rope.beta_fast, rope.beta_slow) == (24.0, 2.0)
+
+
 def test_qwen2_biases_are_seen(tmp_path):
     tensors = {**llama_tensors(), "blk.0.attn_q.bias": np.zeros(HEADS * HEAD_DIM, np.float32)}
     config = config_of(GGUFFile(write_gguf(tmp_path / "m.gguf", tensors, arch="qwen2")))
