@@ -51,6 +51,14 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         return metadata[f"{arch}.{key}"]
 
     num_heads = required("attention.head_count")
+    head_dim = metadata.get(f"{arch}.attention.key_length")
+    rotated = metadata.get(f"{arch}.rope.dimension_count")
+    is_whole = num_heads * rotated == required("embedding_length") if rotated and not head_dim else rotated == head_dim
+    if rotated is not None and not is_whole:
+        raise ValueError(
+            f"{file.path}: {arch}.rope.dimension_count ({rotated}) is not the size of a head, which is not supported; "
+            "use the model's safetensors"
+        )
     window = metadata.get(f"{arch}.attention.sliding_window")
     # llama.cpp files Mistral under llama.
     architecture = "MistralForCausalLM" if arch == "llama" and window else _ARCHITECTURES[arch]
@@ -62,7 +70,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "num_hidden_layers": required("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": metadata.get(f"{arch}.attention.head_count_kv", num_heads),
-        "head_dim": metadata.get(f"{arch}.attention.key_length"),
+        "head_dim": head_dim,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": required("context_length"),
         "rms_norm_eps": _short(required("attention.layer_norm_rms_epsilon")),

@@ -201,6 +201,7 @@ def test_damaged_length_is_an_error_not_an_allocation(tmp_path):
     [
         ({}, "gptj", "'gptj' is not supported; supported are llama, qwen2, qwen3"),
         ({"llama.expert_count": 8}, "llama", "mixture-of-experts"),
+        ({"qwen3.rope.dimension_count": 12}, "qwen3", r"qwen3\.rope\.dimension_count \(12\) is not the size of a head"),
         ({"llama.embedding_length": None}, "llama", r"llama\.embedding_length is missing"),
     ],
 )
