@@ -89,8 +89,9 @@ def _dict(hf: Mapping[str, Any], key: str, origin: str) -> dict[str, Any]:
 
 
 def _kind(values: Mapping[str, Any], *, default: str = "default") -> str:
-    """The kind of scaling under either spelling."""
-    return values.get("rope_type", values.get("type", default))
+    """The kind of scaling under either spelling. Early files of Phi-3 call theirs "yarn"; what tells is its factors."""
+    kind = values.get("rope_type", values.get("type", default))
+    return "longrope" if kind == "yarn" and "short_factor" in values else kind
 
 
 def _rope(values: Mapping[str, Any], max_position_embeddings: int, origin: str) -> RopeConfig:

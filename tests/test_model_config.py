@@ -228,6 +228,10 @@ def test_missing_field_is_named_with_its_file_and_what_to_do(field, absent):
         ({"architectures": []}, '"architectures" must list'),
         ({"rope_scaling": "llama3"}, '"rope_scaling" must be an object or null'),
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported; supported are default, linear"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}},
+            "'longrope' is not supported",
+        ),
         ({"rope_scaling": {"type": "llama3", "factor": 8}}, '"llama3" needs "low_freq_factor"'),
         ({"rope_scaling": {"type": "linear", "factor": "8"}}, 'rope field "factor" must be a number'),
         (
