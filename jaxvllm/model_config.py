@@ -147,6 +147,8 @@ class ModelConfig:
         spellings = _GEMMA_SPELLINGS if architecture.startswith("Gemma") else _SPELLINGS
         fields = ConfigFields(hf, defaults, spellings, origin)
         heads = _head_sizes(fields)
+        if fields.get("is_causal") is False:
+            raise ValueError(f"{origin}: is_causal=false (attention that looks both ways) is not supported")
         num_layers = fields.positive_int("num_hidden_layers")
         sliding_window, layer_types = _attention_layers(fields, architecture, num_layers)
         max_positions = fields.positive_int("max_position_embeddings")

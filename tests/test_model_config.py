@@ -222,6 +222,7 @@ def test_missing_field_is_named_with_its_file_and_what_to_do(field, absent):
         ({"hidden_size": 65}, 'there is no "head_dim"'),
         ({"rms_norm_eps": 0}, '"rms_norm_eps" must be a positive number, got 0'),
         ({"tie_word_embeddings": "no"}, "\"tie_word_embeddings\" must be true or false, got 'no'"),
+        ({"is_causal": False}, "is_causal=false .* is not supported"),
         ({"dtype": "int8"}, "must be one of bfloat16, float16, float32"),
         ({"eos_token_id": "</s>"}, '"eos_token_id" must be a token id or a list of them'),
         ({"architectures": None}, '"architectures" must list'),

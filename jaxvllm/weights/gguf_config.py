@@ -79,6 +79,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "sliding_window": window,
+        "is_causal": metadata.get(f"{arch}.attention.causal"),
         "rope_parameters": _rope_parameters(file, arch),
         "dtype": "bfloat16",
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),

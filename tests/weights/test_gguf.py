@@ -161,6 +161,12 @@ def test_qwen2_biases_are_seen(tmp_path):
     assert not config.attention_output_bias
 
 
+def test_attention_that_looks_both_ways_is_refused(tmp_path):
+    file = GGUFFile(write_gguf(tmp_path / "m.gguf", llama_tensors(), metadata={"llama.attention.causal": False}))
+    with pytest.raises(ValueError, match="is_causal=false"):
+        config_of(file)
+
+
 @pytest.mark.parametrize("kind", [Q.IQ4_NL, Q.Q2_K])
 def test_unsupported_type_is_named_with_its_tensor_before_anything_is_read(tmp_path, kind):
     path = write_gguf(tmp_path / "m.gguf", {**llama_tensors(), "blk.1.ffn_up.weight": raw_bytes(kind, 2, 256)})
