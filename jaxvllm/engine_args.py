@@ -157,11 +157,11 @@ class EngineArgs:
         """Whether the core gets a process of its own: the argument, else JAXVLLM_MULTIPROCESS, else yes."""
         return multiprocess_from_environment() if self.multiprocess is None else self.multiprocess
 
-    def create_engine_config(self, max_position_embeddings: int, *, is_server: bool = False) -> EngineConfig:
+    def create_engine_config(self, max_context: int, *, is_server: bool = False) -> EngineConfig:
         """Fill in what depends on the device and on the model.
 
         Args:
-          max_position_embeddings: the longest context the model knows.
+          max_context: the longest context the model knows.
           is_server: limits that the caller leaves open are vLLM's for a server.
 
         Raises:
@@ -185,7 +185,7 @@ class EngineArgs:
                 dtype="float32" if device == "cpu" and self.dtype == "auto" else _DTYPES[self.dtype],
                 seed=(self.seed or 0) % 2**32,
             ),
-            scheduler=self._scheduler_config(device, max_position_embeddings, is_server),
+            scheduler=self._scheduler_config(device, max_context, is_server),
             memory=self._memory_config(device),
             device=device,  # type: ignore[arg-type]  # checked against Device
             attention_backend=self.attention_backend,
@@ -199,12 +199,12 @@ class EngineArgs:
             thinking=_thinking(self.reasoning_config),
         )
 
-    def _scheduler_config(self, device: str, max_position_embeddings: int, is_server: bool) -> SchedulerConfig:
-        max_model_len = self.max_model_len or max_position_embeddings
-        if max_model_len > max_position_embeddings:
+    def _scheduler_config(self, device: str, max_context: int, is_server: bool) -> SchedulerConfig:
+        max_model_len = self.max_model_len or max_context
+        if max_model_len > max_context:
             raise ValueError(
-                f"max_model_len={max_model_len} must not exceed the model's max_position_embeddings="
-                f"{max_position_embeddings}: lower it or leave it out."
+                f"max_model_len={max_model_len} must not exceed {max_context}, the context that the model's config "
+                "states (max_position_embeddings, or what rope scaling makes of it): lower it or leave it out."
             )
         chunked = self.enable_chunked_prefill is not False
         gpu = probe_gpu(first_gpu_index()) if device == "gpu" else None

@@ -65,7 +65,7 @@ class LLMEngine:
         """
         source = resolve(args.model, revision=args.revision, download_dir=args.download_dir, supported=MODELS)
         _check_load_format(args.load_format, source.path)
-        config = args.create_engine_config(source.config.max_position_embeddings, is_server=is_server)
+        config = args.create_engine_config(source.config.max_context, is_server=is_server)
         local = dataclasses.replace(config.model, model=str(source.path))
         config = dataclasses.replace(config, model=local)
         client = make_client(config, args.use_multiprocess, give_up)

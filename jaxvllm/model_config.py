@@ -129,6 +129,17 @@ class ModelConfig:
             kind = FULL_ATTENTION if self.sliding_window is None else SLIDING_ATTENTION
             object.__setattr__(self, "layer_types", (kind,) * self.num_layers)
 
+    @property
+    def max_context(self) -> int:
+        """The longest context that the model is made for: max_position_embeddings, or what its rope is scaled to.
+
+        Source: vLLM 0.22 _get_and_verify_max_len. Files with llama3 scaling, and Gemma 3's, state the scaled length.
+        """
+        unscaled = {"linear": self.max_position_embeddings, "yarn": self.rope.original_max_position_embeddings}
+        if self.rope.type not in unscaled or self.local_rope is not None:
+            return self.max_position_embeddings
+        return max(self.max_position_embeddings, int(unscaled[self.rope.type] * self.rope.factor))
+
     @classmethod
     def from_hf(
         cls, hf: Mapping[str, Any], *, supported: Collection[str] | None = None, origin: str = "config.json"

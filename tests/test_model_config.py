@@ -71,6 +71,32 @@ def test_yarn_takes_the_models_context_where_the_original_is_not_stated():
     )
 
 
+@pytest.mark.parametrize(
+    ("architecture", "scaling", "context"),
+    [
+        ("LlamaForCausalLM", None, 640),
+        ("LlamaForCausalLM", {"rope_type": "linear", "factor": 4.0}, 2560),
+        ("LlamaForCausalLM", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ("LlamaForCausalLM", {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}, 640),
+        (
+            "LlamaForCausalLM",
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
+            640,
+        ),
+        ("Gemma3ForCausalLM", {"rope_type": "linear", "factor": 8.0}, 640),
+    ],
+)
+def test_the_longest_context_is_what_the_rope_is_scaled_to(architecture, scaling, context):
+    config = read(architectures=[architecture], max_position_embeddings=640, rope_scaling=scaling)
+    assert config.max_context == context
+
+
 def test_gemma3_has_a_rope_of_its_own_for_local_layers_in_both_spellings():
     gemma = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "head_dim": 16}
     nested = {

@@ -245,7 +245,7 @@ def running_executor(args: argparse.Namespace) -> "Iterator[tuple[DeviceExecutor
             given = {"load_format": "dummy", **TINY_LIMITS} | given | {"model": folder}
         engine_args = EngineArgs(**given, compile_ahead=False)
         source = resolve(engine_args.model, revision=engine_args.revision, download_dir=engine_args.download_dir)
-        config = engine_args.create_engine_config(source.config.max_position_embeddings)
+        config = engine_args.create_engine_config(source.config.max_context)
         with config.applied_core_environment():
             from jaxvllm.executor import DeviceExecutor  # not before: JAX reads the environment when it is imported
 
