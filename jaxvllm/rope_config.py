@@ -70,14 +70,13 @@ def read_ropes(
             'move what is meant to "rope_parameters" and leave "rope_scaling" out'
         )
     top_level = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
-    base = {
-        "rope_theta": default_theta,
-        "original_max_position_embeddings": hf.get("original_max_position_embeddings"),
-    }
+    base = {"rope_theta": default_theta}
     local_base = {"rope_theta": hf.get("rope_local_base_freq") or _LOCAL_THETA}
+    # Beside the scaling this one wins over the scaling's own, in transformers and in vLLM.
+    original = {key: hf[key] for key in ("original_max_position_embeddings",) if hf.get(key) is not None}
     return (
-        _rope({**base, **top_level, **scaling, **full}, max_position_embeddings, origin),
-        _rope({**base, **local_base, **local}, max_position_embeddings, origin),
+        _rope({**base, **top_level, **scaling, **full, **original}, max_position_embeddings, origin),
+        _rope({**local_base, **local}, max_position_embeddings, origin),
     )
 
 

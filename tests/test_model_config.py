@@ -55,6 +55,17 @@ def test_llama3_scaling_is_read_under_every_spelling(key, kind_key):
     assert rope.original_max_position_embeddings == 4096
 
 
+def test_the_original_context_beside_the_scaling_wins_as_in_transformers():
+    both = {
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+        "original_max_position_embeddings": 128,
+    }
+    hf = transformers.AutoConfig.for_model("llama", **LLAMA, **json.loads(json.dumps(both)))
+    hf.standardize_rope_params()
+    assert hf.rope_parameters["original_max_position_embeddings"] == 128
+    assert read(**both).rope.original_max_position_embeddings == 128
+
+
 def test_one_kind_of_scaling_may_be_in_both_places():
     for kind in ({"rope_type": "linear"}, {}):
         rope = read(rope_scaling={"type": "linear", "factor": 8}, rope_parameters={**kind, "rope_theta": 5e5}).rope
