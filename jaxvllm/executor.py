@@ -103,6 +103,7 @@ class DeviceExecutor:
         )
         model_config = with_dtype(source.config, config.model.dtype, config.device)
         model_config, cache_dtype = with_cache_dtype(model_config, config.memory.kv_cache_dtype)
+        model_config = replace(model_config, rope=model_config.rope.within(config.scheduler.max_model_len))
         model = get_model_class(model_config.architecture)(model_config)
         policy = choose_policy(config.bucket_policy, config.device, config.scheduler)
         runner = _make_runner(config, model_config, cache_dtype, model, policy, mesh)

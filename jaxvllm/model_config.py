@@ -166,6 +166,7 @@ class ModelConfig:
         rope, local_rope = read_ropes(
             hf, default_theta=defaults["rope_theta"], max_position_embeddings=max_positions, origin=origin
         )
+        rope.check_divisors(heads["head_dim"], origin)
         return cls(
             architecture=architecture,
             hidden_size=fields.positive_int("hidden_size"),

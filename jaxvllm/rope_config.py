@@ -1,16 +1,17 @@
 """RopeConfig: base and scaling of rotary position embeddings, from both spellings of a config file."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "longrope", "yarn"]
 
 # What each kind of scaling cannot do without.
 _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
 }
 # Of Gemma3's sliding-attention layers, where the file does not say.
@@ -24,13 +25,15 @@ class RopeConfig:
     Attributes:
       theta: base of the frequencies.
       type: how long contexts are reached.
-      factor: of linear, llama3 and yarn.
+      factor: of linear, llama3 and yarn; longrope's is what its attention factor follows from.
       low_freq_factor, high_freq_factor: llama3's bands.
-      original_max_position_embeddings: tokens that the model was first trained on; llama3 and yarn.
-      beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate: yarn's, meaning as in transformers.
+      original_max_position_embeddings: tokens that the model was first trained on; llama3, longrope and yarn.
+      attention_factor: longrope's and yarn's factor on cos and sin; None: as transformers computes it.
+      beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn's, meaning as in transformers.
       partial_rotary_factor: share of head_dim that rotates.
       frequency_divisors: one divisor a frequency (head_dim / 2 of them), applied after the scaling; None for none.
-        GGUF files carry llama3 scaling in this form.
+        GGUF files carry llama3 scaling in this form. Of longrope they are those of short contexts, see `within`.
+      long_divisors: longrope's for more than the original context.
     """
 
     theta: float = 10000.0
@@ -47,6 +50,24 @@ class RopeConfig:
     truncate: bool = True
     partial_rotary_factor: float = 1.0
     frequency_divisors: tuple[float, ...] | None = None
+    long_divisors: tuple[float, ...] | None = None
+
+    def within(self, max_model_len: int) -> "RopeConfig":
+        """What an engine rotates by whose texts have at most so many tokens.
+
+        longrope has other frequencies for long texts. As in vLLM the engine's limit decides for all texts, since keys
+        in the cache cannot change; transformers changes over with the length of each text.
+        """
+        if self.type != "longrope" or max_model_len <= self.original_max_position_embeddings:
+            return self
+        return replace(self, frequency_divisors=self.long_divisors)
+
+    def check_divisors(self, head_dim: int, origin: str) -> None:
+        """Raises: ValueError unless there is one divisor a frequency."""
+        num_frequencies = int(head_dim * self.partial_rotary_factor) // 2
+        for divisors in (self.frequency_divisors, self.long_divisors):
+            if divisors is not None and len(divisors) != num_frequencies:
+                raise ValueError(f"{origin}: rope has {len(divisors)} divisors for {num_frequencies} frequencies")
 
 
 def read_ropes(
@@ -88,9 +109,9 @@ def _dict(hf: Mapping[str, Any], key: str, origin: str) -> dict[str, Any]:
 
 
 def _kind(values: Mapping[str, Any], *, default: str = "default") -> str:
-    """The kind of scaling under either spelling. Early files of Phi-3 call theirs "yarn"; what tells is its factors."""
+    """The kind of scaling under either spelling. Early files of Phi-3 call theirs "su" or "yarn": its factors tell."""
     kind = values.get("rope_type", values.get("type", default))
-    return "longrope" if kind == "yarn" and "short_factor" in values else kind
+    return "longrope" if kind in ("su", "yarn") and "short_factor" in values else kind
 
 
 def _rope(values: Mapping[str, Any], max_position_embeddings: int, origin: str) -> RopeConfig:
@@ -110,12 +131,22 @@ def _rope(values: Mapping[str, Any], max_position_embeddings: int, origin: str) 
     def optional(key: str) -> float | None:
         return None if values.get(key) is None else number(key, 0.0)
 
+    def numbers(key: str) -> tuple[float, ...] | None:
+        listed = values.get(key)
+        if listed is None:
+            return None
+        if not isinstance(listed, list | tuple) or not all(isinstance(v, int | float) for v in listed):
+            raise ValueError(
+                f'{origin}: rope field "{key}" must be a list of numbers, got {listed!r}; correct the file'
+            )
+        return tuple(float(value) for value in listed)
+
     context = optional("original_max_position_embeddings")
-    divisors = values.get("frequency_divisors")
+    is_long = kind == "longrope"
     return RopeConfig(
         theta=number("rope_theta", 10000.0),
         type=cast("RopeType", kind),
-        factor=number("factor", 1.0),
+        factor=number("factor", max_position_embeddings / context if is_long and context else 1.0),
         low_freq_factor=number("low_freq_factor", 1.0),
         high_freq_factor=number("high_freq_factor", 4.0),
         original_max_position_embeddings=max_position_embeddings if context is None else int(context),
@@ -126,5 +157,6 @@ def _rope(values: Mapping[str, Any], max_position_embeddings: int, origin: str) 
         mscale_all_dim=optional("mscale_all_dim"),
         truncate=bool(values.get("truncate", True)),
         partial_rotary_factor=number("partial_rotary_factor", 1.0),
-        frequency_divisors=None if divisors is None else tuple(float(d) for d in divisors),
+        frequency_divisors=numbers("short_factor" if is_long else "frequency_divisors"),
+        long_divisors=numbers("long_factor") if is_long else None,
     )

@@ -17,6 +17,9 @@ LLAMA = {
 }
 
 
+LONG = {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "original_max_position_embeddings": 16}
+
+
 def read(**changes: object) -> ModelConfig:
     return ModelConfig.from_hf({**LLAMA, **changes}, origin="some/config.json")
 
@@ -265,11 +268,14 @@ def test_missing_field_is_named_with_its_file_and_what_to_do(field, absent):
         ({"architectures": None}, '"architectures" must list'),
         ({"architectures": []}, '"architectures" must list'),
         ({"rope_scaling": "llama3"}, '"rope_scaling" must be an object or null'),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported; supported are default, linear"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not supported; supported are default, linear"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "short_factor": [1.0]}}, '"longrope" needs "long_factor"'),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}},
-            "'longrope' is not supported",
+            {"rope_scaling": {"type": "longrope", **LONG, "short_factor": 1.0}},
+            '"short_factor" must be a list of numbers',
         ),
+        ({"rope_scaling": {"type": "longrope", **LONG}}, "3 divisors for 8 frequencies"),
+        ({"rope_scaling": {"type": "su", **LONG}}, "3 divisors for 8 frequencies"),
         ({"rope_scaling": {"type": "llama3", "factor": 8}}, '"llama3" needs "low_freq_factor"'),
         ({"rope_scaling": {"type": "linear", "factor": "8"}}, 'rope field "factor" must be a number'),
         (

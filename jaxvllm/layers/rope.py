@@ -13,7 +13,7 @@ from jaxvllm.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Angles per position, f32[rotated / 2], and the factor on cos and sin (1 except for yarn)."""
+    """Angles per position, f32[rotated / 2], and the factor on cos and sin (1 except for longrope and yarn)."""
     rotated = int(head_dim * rope.partial_rotary_factor)
     frequencies = rope.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     factor = 1.0
@@ -23,6 +23,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
         frequencies = _llama3(rope, frequencies)
     elif rope.type == "yarn":
         frequencies, factor = _yarn(rope, frequencies, rotated)
+    elif rope.type == "longrope":
+        factor = _longrope_attention_factor(rope)
     if rope.frequency_divisors is not None:
         frequencies = frequencies / np.asarray(rope.frequency_divisors)
     return frequencies.astype(np.float32), factor
@@ -63,6 +65,15 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return scale(rope.factor, rope.mscale) / scale(rope.factor, rope.mscale_all_dim)
     return scale(rope.factor)
+
+
+def _longrope_attention_factor(rope: RopeConfig) -> float:
+    """Source: LongRoPE, https://arxiv.org/abs/2402.13753, as transformers computes it."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -31,6 +31,12 @@ LLAMA3 = rope(
     rope_theta=50.0,
 )
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+LONG_ROPE = rope(
+    "longrope",
+    short_factor=(1.0, 1.1, 1.2, 1.3, 1.5),
+    long_factor=(1.0, 1.7, 2.9, 5.0, 13.0),
+    original_max_position_embeddings=32,
+)
 OPT = {"ffn_dim": 58, "head_dim": None, "num_key_value_heads": None}
 
 VARIANTS = {
@@ -67,6 +73,16 @@ def test_prefill_in_two_chunks(variant):
     driver = tiny.driver()
     logits = driver.prefill(driver.add(PROMPT), chunk=30)
     np.testing.assert_allclose(logits, tiny.expected_logits(PROMPT), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("length", [31, 37])  # of 32 tokens at most, and of more: transformers' long factors
+def test_long_rope_is_that_of_the_longest_text(length):
+    tiny = tiny_model("LlamaConfig", rope_parameters=LONG_ROPE)
+    config = dataclasses.replace(tiny.config, rope=tiny.config.rope.within(length))
+    driver = PagedDriver(get_model_class(config.architecture)(config), config, tiny.params)
+    logits = driver.prefill(driver.add(PROMPT[:length]), chunk=30)
+    np.testing.assert_allclose(logits, tiny.expected_logits(PROMPT[:length]), atol=TOLERANCE, rtol=TOLERANCE)
+    assert (config.rope == tiny.config.rope) == (length == 31)
 
 
 @pytest.mark.parametrize(
