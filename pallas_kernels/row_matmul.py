@@ -119,7 +119,7 @@ def _run(
     call = functools.partial(_call, chain, interpret=interpret)
     if not partials and len(chain) == 1:
         return call(_multiply, product | operands, results, num_threads=2)
-    if config.wait_for_parts:
+    if config.one_kernel:
         return call(_multiply, product | operands | {"arrivals": arrivals}, results | partials, num_threads=2)
     parts = call(_multiply, product, partials, num_threads=2)
     return call(_add_parts, operands | {"layers": product["layers"]} | parts, results, num_threads=1)

@@ -172,11 +172,9 @@ class RowMatmulConfig:
       slot_bytes: of the ring, at most, unless 64 numbers of K take more.
       max_slots: of the ring; fewer if shared memory is short.
       smem_bytes: for the ring and for turning results around.
-      wait_for_parts: CTAs that share a product wait for each other by atomics. Two such kernels must not run side by
-        side: one's operands have to depend on the other's results. False: a second kernel adds the parts, for the
-        interpreter.
-      one_kernel: stages are one kernel where they can be, whose CTAs wait for each other likewise. False: one each, for
-        the interpreter.
+      one_kernel: stages are one kernel where they can be, whose CTAs wait for each other by atomics, as do those that
+        share a product. Two such kernels must not run side by side: one's operands have to depend on the other's
+        results. False: one each, and a second one where there are parts to add, for the interpreter.
       copy_whole_tiles: the weights of a gate and what it gates arrive by one copy. False: by two, for the interpreter,
         which forbids to read a union of references otherwise than it was written.
     """
@@ -188,7 +186,6 @@ class RowMatmulConfig:
     slot_bytes: int = 16 * 1024
     max_slots: int = 8
     smem_bytes: int = 224 * 1024
-    wait_for_parts: bool = True
     one_kernel: bool = True
     copy_whole_tiles: bool = True
 
@@ -200,7 +197,6 @@ INTERPRET_ROW_MATMUL = RowMatmulConfig(
     exchange_bytes=0,
     slot_bytes=1,
     max_slots=2,
-    wait_for_parts=False,
     one_kernel=False,
     copy_whole_tiles=False,
 )

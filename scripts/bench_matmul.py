@@ -287,9 +287,9 @@ ROW_VARIANTS = {
     "parts 2": {"max_parts": 2},
     "parts 4": {"max_parts": 4},
     "more parts": {"exchange_bytes": 64 * 1024},
+    "fewer parts": {"exchange_bytes": 384 * 1024},
     "tokens 32": {"max_tokens": 32},
     "tokens 128": {"max_tokens": 128},
-    "a kernel a product": {"one_kernel": False},
     "half tiles": {"copy_whole_tiles": False},
     "slots of 64 KiB": {"slot_bytes": 64 * 1024},
 }

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import records
 import workloads
+from bench_matmul import ROW_VARIANTS
 from kernel_measuring import Requests
 from kernel_trace import trace_kernels
 
@@ -45,14 +46,7 @@ from pallas_kernels import FEW_ROWS, Kind, row_matmul_sizes, tuning
 BLOCK_SIZE = 16
 CONTEXT = 800
 # What of tuning.H200_ROW_MATMUL is otherwise. None: all is XLA's.
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    "xla": None,
-    "kernels": {},
-    "a kernel a product": {"one_kernel": False},
-    "fewer parts": {"exchange_bytes": 384 * 1024},
-    "128 tokens": {"max_tokens": 128},
-    "slots of 64 KiB": {"slot_bytes": 64 * 1024},
-}
+VARIANTS: dict[str, dict[str, Any] | None] = {"xla": None, "kernels": {}, **ROW_VARIANTS}
 ROUNDS, ROUND_S = 7, 0.06
 TRACED_STEPS = 3
 # Two right bfloat16 results differ by 1 to 7% after the 28 layers of Qwen3-0.6B, as rounding predicts, by 7 to 10%

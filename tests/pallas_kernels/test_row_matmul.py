@@ -78,7 +78,7 @@ def test_products_in_one_kernel_have_the_bits_of_a_kernel_each(rows, following_l
 
     expected = run(INTERPRET_ROW_MATMUL)
     counters = PlayedCounters(monkeypatch, row_matmul)
-    config = replace(INTERPRET_ROW_MATMUL, one_kernel=True, wait_for_parts=True, num_ctas=5)
+    config = replace(INTERPRET_ROW_MATMUL, one_kernel=True, num_ctas=5)
     found = run(config)
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_array_equal(one, other)
