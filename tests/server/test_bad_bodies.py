@@ -1,11 +1,10 @@
 """Values and bodies that no server should fall over: each gets an answer of the right shape, soon."""
 
-import threading
 import time
 
 import pytest
 
-from tests.server.process import Server
+from tests.server.watch import HealthWatch, resident_bytes
 
 LONG = 1024  # max_model_len
 BASE = {"prompt": "A", "max_tokens": 2}
@@ -68,33 +67,6 @@ RAW = [
     (b'{"prompt": "A", "\\u0000": 1}', 400),
     (b'{"prompt": "A\\u0000B", "max_tokens": 2}', 200),
 ]
-
-
-class HealthWatch(threading.Thread):
-    """Asks /health every 50 ms; keeps the longest time that an answer took."""
-
-    def __init__(self, server: Server) -> None:
-        super().__init__(daemon=True)
-        self.server, self.longest_s, self.is_over = server, 0.0, threading.Event()
-
-    def run(self) -> None:
-        while not self.is_over.wait(0.05):
-            start = time.monotonic()
-            assert self.server.get("/health").status == 200
-            self.longest_s = max(self.longest_s, time.monotonic() - start)
-
-    def __enter__(self) -> "HealthWatch":
-        self.start()
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self.is_over.set()
-        self.join()
-
-
-def resident_bytes(pid: int) -> int:
-    with open(f"/proc/{pid}/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS"))
 
 
 def test_e03_every_value_is_served_or_refused_by_name_and_nothing_is_left_behind(server):

