@@ -91,12 +91,13 @@ def read_ropes(
             'move what is meant to "rope_parameters" and leave "rope_scaling" out'
         )
     top_level = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if hf.get(key) is not None}
-    base = {"rope_theta": default_theta}
+    values = {"rope_theta": default_theta, **top_level, **scaling, **full}
+    if hf.get("original_max_position_embeddings") is not None:
+        # Beside the scaling this one wins over the scaling's own, in transformers and in vLLM.
+        values["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
     local_base = {"rope_theta": hf.get("rope_local_base_freq") or _LOCAL_THETA}
-    # Beside the scaling this one wins over the scaling's own, in transformers and in vLLM.
-    original = {key: hf[key] for key in ("original_max_position_embeddings",) if hf.get(key) is not None}
     return (
-        _rope({**base, **top_level, **scaling, **full, **original}, max_position_embeddings, origin),
+        _rope(values, max_position_embeddings, origin),
         _rope({**local_base, **local}, max_position_embeddings, origin),
     )
 

@@ -86,8 +86,10 @@ class SamplingChecker:
 
     def _check_first_tokens(self, params: SamplingParams) -> None:
         """Below min_tokens no end may come: something else has to be allowed."""
+        if not (params.min_tokens and params.allowed_token_ids):
+            return
         ends = {self._model.eos_token_id, *self._model.extra_eos_token_ids, *(params.stop_token_ids or ())}
-        if params.min_tokens and params.allowed_token_ids and ends.issuperset(params.allowed_token_ids):
+        if ends.issuperset(params.allowed_token_ids):
             raise ValueError(
                 f"allowed_token_ids={params.allowed_token_ids} are all ends of the text, of which min_tokens="
                 f"{params.min_tokens} allows none at first: allow another id, or leave one of the two out."

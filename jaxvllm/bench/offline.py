@@ -56,7 +56,8 @@ def run_throughput(args: argparse.Namespace) -> int:
     _check(args, "num_prompts", "input_len", "output_len")
     with _make_engine(args) as engine:
         requests = _load(args, engine)
-        _check_room(engine, requests)
+        for request in requests:
+            _check_room(engine, request.num_prompt_tokens, request.num_output_tokens)
         params = [_params(args, request.num_output_tokens) for request in requests]
         prompts = [request.prompt for request in requests]
         start = time.perf_counter()
@@ -95,7 +96,7 @@ def run_latency(args: argparse.Namespace) -> int:
     params = _params(args, args.output_len, args.n)
     latencies, num_compiles = [], 0
     with _make_engine(args) as engine:
-        _check_room(engine, loads.random_load(1, args.input_len, args.output_len))
+        _check_room(engine, args.input_len, args.output_len)
         num_iters = args.num_iters_warmup + args.num_iters
         for index in tqdm(range(num_iters), desc="Iterations, warm-up first", file=sys.stderr):
             if index == args.num_iters_warmup:
@@ -126,15 +127,14 @@ def _make_engine(args: argparse.Namespace) -> "Engine":
     return Engine(**given_engine_args(args))
 
 
-def _check_room(engine: "Engine", requests: Sequence[loads.BenchRequest]) -> None:
+def _check_room(engine: "Engine", num_prompt_tokens: int, num_output_tokens: int) -> None:
     """Raises: ValueError for a request whose answer max_model_len would cut: that is another benchmark."""
     limit = engine.llm_engine.max_model_len
-    for request in requests:
-        if request.num_prompt_tokens + request.num_output_tokens > limit:
-            raise ValueError(
-                f"a prompt of {request.num_prompt_tokens} tokens and {request.num_output_tokens} of output exceed "
-                f"max_model_len={limit}: shorten them (--trace-max-tokens leaves out those of a trace), or raise it."
-            )
+    if num_prompt_tokens + num_output_tokens > limit:
+        raise ValueError(
+            f"a prompt of {num_prompt_tokens} tokens and {num_output_tokens} of output exceed "
+            f"max_model_len={limit}: shorten them (--trace-max-tokens leaves out those of a trace), or raise it."
+        )
 
 
 def _num_compiles(engine: "Engine") -> int:
