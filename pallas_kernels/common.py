@@ -1,9 +1,10 @@
 """What the Mosaic GPU kernels share."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,23 @@ def tanh(x: jax.Array, factor: Any) -> jax.Array:
 def capped(scores: jax.Array, cap: float, factor: Any = 1.0) -> jax.Array:
     """cap * tanh(scores * factor / cap), times log2(e)."""
     return tanh(scores, factor * (1.0 / cap)) * (cap * LOG2E)
+
+
+@contextlib.contextmanager
+def one_thread(of: Literal["WARP", "WARPGROUP"]) -> Iterator[None]:
+    """Inside plgpu.inline_mgpu: what one thread alone does.
+
+    Mosaic's single_thread keeps in a global variable that it was entered. Where two threads of the host lower kernels,
+    one may find the other's note there and leave out its own condition: then all threads of the card do it.
+    """
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+    from jax._src.lib.mlir.dialects import scf
+    from jax.experimental.mosaic.gpu import utils
+
+    branch: Any = scf.IfOp(utils.single_thread_predicate(utils.ThreadSubset[of]))
+    with ir.InsertionPoint(branch.then_block):
+        yield
+        scf.YieldOp([])
 
 
 def div(a: jax.Array, b: jax.Array | int) -> jax.Array:

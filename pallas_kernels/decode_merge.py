@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import ATOM, LOG2E, MIN_SCORE, PRODUCT_ROWS, Ref, across_rows, div, full, pl, plgpu
+from pallas_kernels.common import ATOM, LOG2E, MIN_SCORE, PRODUCT_ROWS, Ref, across_rows, div, full, one_thread, pl, plgpu
 from pallas_kernels.decode_sizes import DecodeSizes
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -155,7 +155,7 @@ def arrive(arrivals_ref: Ref, flag_smem: Ref, index: jax.Array, others: jax.Arra
         zero = mgpu.utils.c(0, ir.IndexType.get())
         ptx = functools.partial(mgpu.utils.inline_ptx, has_side_effects=True)
         mgpu.utils.warpgroup_barrier()  # the stores of all 128 threads come before the release
-        with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
+        with one_thread("WARPGROUP"):
             pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(counters), [index], i32)
             before = ptx("atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;", pointer, result_types=i32)
             is_last = arith.cmpi(arith.CmpIPredicate.eq, before, others)

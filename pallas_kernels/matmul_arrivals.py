@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.common import Ref, plgpu
+from pallas_kernels.common import Ref, one_thread, plgpu
 
 
 def arrive(arrivals_ref: Ref, index: int | jax.Array) -> None:
@@ -13,7 +13,7 @@ def arrive(arrivals_ref: Ref, index: int | jax.Array) -> None:
 
     def run(mgpu: Any, counter: Callable[[], Any]) -> None:
         mgpu.utils.warpgroup_barrier()  # the stores of all 128 threads come before the release
-        with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
+        with one_thread("WARPGROUP"):
             mgpu.utils.inline_ptx("red.release.gpu.global.add.u32 [$0], 1;", counter(), has_side_effects=True)
 
     _with_counter(arrivals_ref, index, run)
@@ -43,7 +43,7 @@ def reset_arrivals(arrivals_ref: Ref, index: int, num_ctas: int) -> None:
     )
 
     def run(mgpu: Any, counter: Callable[[], Any]) -> None:
-        with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARP):
+        with one_thread("WARP"):
             mgpu.utils.inline_ptx(last, counter(), has_side_effects=True)
 
     _with_counter(arrivals_ref, index, run)
@@ -62,7 +62,7 @@ def wait_for_parts(arrivals_ref: Ref, index: int | jax.Array, parts: int, reader
     )
 
     def run(mgpu: Any, counter: Callable[[], Any]) -> None:
-        with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
+        with one_thread("WARPGROUP"):
             mgpu.utils.inline_ptx(ptx, counter(), has_side_effects=True)
         mgpu.utils.warpgroup_barrier()
 
