@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxvllm.compile_cache import CompileCache, ProgramKey, SamplingProgram, StoredPrograms, compiler_options
+from jaxvllm.device_memory import small_places
 from jaxvllm.device_state import DeviceState
 from jaxvllm.kv_cache import KVCacheSpec
 from jaxvllm.layers.layer_context import Attended
@@ -119,6 +120,7 @@ class ModelRunner:
         self._lowering: LoweringProcesses | None = None
         self.kv_cache: jax.Array | None = None
         self.device_state: DeviceState | None = None
+        self._small_places: list[jax.Array] = []
         mesh = config.mesh or make_mesh(jax.devices())
         self._replicated = replicated(mesh)
         self._attended = _attended_shapes(config, mesh)
@@ -164,13 +166,21 @@ class ModelRunner:
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool and empty rows."""
         self.set_num_blocks(num_blocks)
-        self.kv_cache = self.device_state = None  # there is no room for two pools
+        self.release_pool()  # there is no room for two
         self.kv_cache = self.config.kv_cache.allocate(num_blocks, self._pool_sharding)
         self.device_state = DeviceState.zeros(self.config.limits, self._replicated, self._attended)
+        if self._devices[0].platform == "gpu":  # behind all that stays
+            self._small_places = small_places(self._devices)
 
     def release(self) -> None:
         """Free weights, pool and rows now: the runner and its programs hold each other, which Python finds late."""
-        self._params, self.kv_cache, self.device_state = self._param_shapes, None, None
+        self._params = self._param_shapes
+        self.release_pool()
+
+    def release_pool(self) -> None:
+        """Free the pool, the rows and what lies behind them."""
+        self.kv_cache = self.device_state = None
+        self._small_places = []
 
     def program_keys(self) -> list[ProgramKey]:
         """All programs that serving can need, in the fixed order of lowering: what compiles longest comes first."""

@@ -11,7 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import ATOM, LOG2E, MIN_SCORE, PRODUCT_ROWS, Ref, across_rows, div, full, one_thread, pl, plgpu
+from pallas_kernels.common import (
+    ATOM,
+    LOG2E,
+    MIN_SCORE,
+    PRODUCT_ROWS,
+    Ref,
+    across_rows,
+    div,
+    full,
+    one_thread,
+    pl,
+    plgpu,
+)
 from pallas_kernels.decode_sizes import DecodeSizes
 
 _WGMMA = plgpu.Layout.WGMMA
