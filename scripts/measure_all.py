@@ -45,7 +45,7 @@ def profile(model: str) -> str:
 
 BUCKETS = (
     "--model qwen3-0.6b --dtype bfloat16 --max-model-len 16384 --num-requests 300 --input-len 1155 --output-len 100 "
-    "--arrivals-per-step 0.64 --time-limit 120 --policies geometric powers_of_two tuned one_shape linear explicit "
+    "--arrivals-per-step 0.64 --time-limit 210 --policies geometric tuned powers_of_two explicit linear one_shape "
     "--decode-sizes 8 64 256 1024 --mixed-sizes 512 2048 16384 "
     "--json {out}/buckets_qwen3-0.6b.json --plot {out}/buckets_qwen3-0.6b.png"
 )
@@ -55,10 +55,10 @@ PARTS = {
     "start": Part(60, "-m pytest -q -m gpu tests/engine/test_gpu_start.py"),
     "profile qwen3-0.6b": Part(90, profile("qwen3-0.6b")),
     "profile llama-3.1-8b": Part(100, profile("llama-3.1-8b")),
-    "kernels": Part(100, f"{HERE}/bench_kernels.py --out {{out}}/kernels.json"),
+    "kernels": Part(170, f"{HERE}/bench_kernels.py --out {{out}}/kernels.json"),
     "row products": Part(80, f"{HERE}/bench_rows.py --decode 16 32 64 96 128 256 --out {{out}}/row_products.json"),
-    "buckets": Part(150, f"{HERE}/compare_buckets.py {BUCKETS}"),
-    "structured output": Part(110, f"{HERE}/bench_structured_output.py --out {{out}}/structured_output.json"),
+    "buckets": Part(220, f"{HERE}/compare_buckets.py {BUCKETS}"),
+    "structured output": Part(70, f"{HERE}/bench_structured_output.py --out {{out}}/structured_output.json"),
     "sampling": Part(60, f"{HERE}/bench_sampling.py --out {{out}}/sampling.json"),
     "products": Part(120, f"{HERE}/bench_matmul.py --out {{out}}/matmul.json"),
     "norms and gates": Part(80, f"{HERE}/bench_rows.py --out {{out}}/rows.json"),
