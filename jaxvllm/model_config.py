@@ -135,7 +135,11 @@ class ModelConfig:
 
         Source: vLLM 0.22 _get_and_verify_max_len. Files with llama3 scaling, and Gemma 3's, state the scaled length.
         """
-        unscaled = {"linear": self.max_position_embeddings, "yarn": self.rope.original_max_position_embeddings}
+        unscaled = {
+            "dynamic": self.max_position_embeddings,
+            "linear": self.max_position_embeddings,
+            "yarn": self.rope.original_max_position_embeddings,
+        }
         if self.rope.type not in unscaled or self.local_rope is not None:
             return self.max_position_embeddings
         return max(self.max_position_embeddings, int(unscaled[self.rope.type] * self.rope.factor))

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-RopeType = Literal["default", "linear", "llama3", "longrope", "yarn"]
+RopeType = Literal["default", "dynamic", "linear", "llama3", "longrope", "yarn"]
 
 # What each kind of scaling cannot do without.
 _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "default": (),
+    "dynamic": ("factor",),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
@@ -25,9 +26,10 @@ class RopeConfig:
     Attributes:
       theta: base of the frequencies.
       type: how long contexts are reached.
-      factor: of linear, llama3 and yarn; longrope's is what its attention factor follows from.
+      factor: of dynamic, linear, llama3 and yarn; longrope's is what its attention factor follows from.
       low_freq_factor, high_freq_factor: llama3's bands.
-      original_max_position_embeddings: tokens that the model was first trained on; llama3, longrope and yarn.
+      original_max_position_embeddings: tokens that the model was first trained on; dynamic, llama3, longrope and yarn.
+      longest_text: dynamic's tokens of the longest text, see `within`; 0 for what the model was trained on.
       attention_factor: longrope's and yarn's factor on cos and sin; None: as transformers computes it.
       beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn's, meaning as in transformers.
       partial_rotary_factor: share of head_dim that rotates.
@@ -42,6 +44,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    longest_text: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
@@ -55,9 +58,13 @@ class RopeConfig:
     def within(self, max_model_len: int) -> "RopeConfig":
         """What an engine rotates by whose texts have at most so many tokens.
 
-        longrope has other frequencies for long texts. As in vLLM the engine's limit decides for all texts, since keys
-        in the cache cannot change; transformers changes over with the length of each text.
+        dynamic and longrope have other frequencies for long texts. The engine's limit decides for all texts, since keys
+        in the cache cannot change; transformers changes over with the length of each text. vLLM does so for longrope,
+        and takes dynamic's limit to be the longest that its factor stands for, which is what max_model_len is unless
+        it is set.
         """
+        if self.type == "dynamic":
+            return replace(self, longest_text=max_model_len)
         if self.type != "longrope" or max_model_len <= self.original_max_position_embeddings:
             return self
         return replace(self, frequency_divisors=self.long_divisors)
@@ -142,7 +149,8 @@ def _rope(values: Mapping[str, Any], max_position_embeddings: int, origin: str) 
             )
         return tuple(float(value) for value in listed)
 
-    context = optional("original_max_position_embeddings")
+    # transformers and vLLM read no other limit for dynamic.
+    context = None if kind == "dynamic" else optional("original_max_position_embeddings")
     is_long = kind == "longrope"
     return RopeConfig(
         theta=number("rope_theta", 10000.0),

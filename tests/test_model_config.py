@@ -90,6 +90,7 @@ def test_yarn_takes_the_models_context_where_the_original_is_not_stated():
     [
         ("LlamaForCausalLM", None, 640),
         ("LlamaForCausalLM", {"rope_type": "linear", "factor": 4.0}, 2560),
+        ("LlamaForCausalLM", {"type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 512}, 2560),
         ("LlamaForCausalLM", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
         ("LlamaForCausalLM", {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}, 640),
         (
@@ -268,7 +269,11 @@ def test_missing_field_is_named_with_its_file_and_what_to_do(field, absent):
         ({"architectures": None}, '"architectures" must list'),
         ({"architectures": []}, '"architectures" must list'),
         ({"rope_scaling": "llama3"}, '"rope_scaling" must be an object or null'),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not supported; supported are default, linear"),
+        (
+            {"rope_scaling": {"rope_type": "proportional"}},
+            "'proportional' is not supported; supported are default, dyn",
+        ),
+        ({"rope_scaling": {"rope_type": "dynamic", "alpha": 9.0}}, '"dynamic" needs "factor"'),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "short_factor": [1.0]}}, '"longrope" needs "long_factor"'),
         (
             {"rope_scaling": {"type": "longrope", **LONG, "short_factor": 1.0}},

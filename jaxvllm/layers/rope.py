@@ -15,7 +15,8 @@ from jaxvllm.rope_config import RopeConfig
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """Angles per position, f32[rotated / 2], and the factor on cos and sin (1 except for longrope and yarn)."""
     rotated = int(head_dim * rope.partial_rotary_factor)
-    frequencies = rope.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
+    theta = _dynamic_theta(rope, rotated) if rope.type == "dynamic" else rope.theta
+    frequencies = theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     factor = 1.0
     if rope.type == "linear":
         frequencies = frequencies / rope.factor
@@ -28,6 +29,15 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
     if rope.frequency_divisors is not None:
         frequencies = frequencies / np.asarray(rope.frequency_divisors)
     return frequencies.astype(np.float32), factor
+
+
+def _dynamic_theta(rope: RopeConfig, rotated: int) -> float:
+    """A base so much larger that the slowest frequency turns no further in the longest text than it was trained to.
+
+    Source: "NTK-aware" scaling as transformers computes it for a text of that length.
+    """
+    growth = max(rope.longest_text / rope.original_max_position_embeddings, 1.0)
+    return rope.theta * (rope.factor * growth - (rope.factor - 1)) ** (rotated / (rotated - 2))
 
 
 def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:

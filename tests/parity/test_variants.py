@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from jaxvllm.layers.rope import inverse_frequencies
 from jaxvllm.models.registry import get_model_class
 from pallas_kernels import reference_rope_write
 from tests.parity.paged_driver import PagedDriver
@@ -75,14 +76,18 @@ def test_prefill_in_two_chunks(variant):
     np.testing.assert_allclose(logits, tiny.expected_logits(PROMPT), atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("length", [31, 37])  # of 32 tokens at most, and of more: transformers' long factors
-def test_long_rope_is_that_of_the_longest_text(length):
-    tiny = tiny_model("LlamaConfig", rope_parameters=LONG_ROPE)
-    config = dataclasses.replace(tiny.config, rope=tiny.config.rope.within(length))
+@pytest.mark.parametrize("length", [31, 37])  # of 32 tokens at most, and of more
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_length_is_that_of_the_longest_text(kind, length):
+    scaling = LONG_ROPE if kind == "longrope" else rope("dynamic", factor=3.0)
+    tiny = tiny_model("LlamaConfig", max_position_embeddings=32, rope_parameters=scaling)
+    short, scaled = tiny.config.rope.within(31), tiny.config.rope.within(length)
+    unscaled, frequencies = (inverse_frequencies(config, tiny.config.head_dim)[0] for config in (short, scaled))
+    assert np.array_equal(unscaled, frequencies) == (length == 31)
+    config = dataclasses.replace(tiny.config, rope=scaled)
     driver = PagedDriver(get_model_class(config.architecture)(config), config, tiny.params)
     logits = driver.prefill(driver.add(PROMPT[:length]), chunk=30)
     np.testing.assert_allclose(logits, tiny.expected_logits(PROMPT[:length]), atol=TOLERANCE, rtol=TOLERANCE)
-    assert (config.rope == tiny.config.rope) == (length == 31)
 
 
 @pytest.mark.parametrize(
