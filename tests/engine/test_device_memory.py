@@ -1,18 +1,12 @@
 """How much of a GPU's memory an engine may count on, and that it finds it in one piece."""
 
-import random
-
 import jax
 import numpy as np
 import pytest
 
 from jaxvllm import device_memory
 from jaxvllm.device_memory import GIB, SMALL_PLACES, free_device_bytes, leave_places, small_places, with_room
-from tests.engine.played_allocator import PlayedAllocator
-
-KIB, MIB = 1 << 10, 1 << 20
-# Of steps of 256 and of 2,048 tokens of Qwen3-0.6B: bytes of the plan, of the workspace and of the logits.
-STEPS = (12 * KIB, 30 * MIB, 148 * MIB), (99 * KIB, 90 * MIB, 148 * MIB)
+from tests.engine.played_allocator import PlayedAllocator, addresses_of_steps
 
 
 class FakeDevice:
@@ -62,25 +56,6 @@ def test_weights_with_holes_between_them_are_moved_together_unchanged():
 def test_weights_stay_where_the_pool_finds_room(stats):
     params = draw_params()
     assert with_room(params, [FakeDevice(**stats)], 61) is params
-
-
-def addresses_of_steps(allocator: PlayedAllocator, seed: int) -> list[set[tuple[int, int]]]:
-    """Where workspace and logits of each of STEPS lay, while plans and ids lived on for as long as it took."""
-    rng, addresses = random.Random(seed), [set(), set()]
-    held: list[tuple[int, int]] = []  # until which step, and what
-    for step in range(200):
-        for item in [item for item in held if item[0] <= step]:
-            held.remove(item)
-            allocator.free(item[1])
-        kind = int(rng.random() < 0.2)
-        plan, workspace, logits = STEPS[kind]
-        held.append((step + rng.randint(1, 3), allocator.allocate(plan)))
-        large = allocator.allocate(workspace), allocator.allocate(logits)
-        held.append((step + rng.randint(1, 3), allocator.allocate(KIB)))
-        addresses[kind].add(large)
-        for address in large:
-            allocator.free(address)
-    return addresses
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -12,9 +12,13 @@ import threading
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from jaxvllm import Engine, EngineDeadError, SamplingParams
+from jaxvllm.device_memory import small_places
+from tests.engine.played_allocator import addresses_of_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -187,3 +191,26 @@ def test_the_most_expensive_requests_at_once_do_not_run_out_of_memory(model, pro
     with start(model, programs, strict_compile=True) as engine:
         outputs = engine.generate(prompts, params, use_tqdm=False)
     assert all(len(output.outputs[0].token_ids) == p.max_tokens for output, p in zip(outputs, params, strict=True))
+
+
+class CardAllocator:
+    """The allocator of a GPU, by the addresses that arrays get."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, jax.Array] = {}
+
+    def allocate(self, num_bytes: int) -> int:
+        array = jax.block_until_ready(jax.device_put(np.zeros(num_bytes, np.uint8)))
+        address = array.unsafe_buffer_pointer()
+        self._arrays[address] = array
+        return address
+
+    def free(self, address: int) -> None:
+        self._arrays.pop(address).delete()
+
+
+def test_a_steps_workspace_keeps_its_address_on_the_card():
+    """Last here: this process takes most of the card's memory from now on."""
+    kept = small_places(jax.devices()[:1])
+    assert list(map(len, addresses_of_steps(CardAllocator(), seed=0))) == [1, 1]
+    assert kept
