@@ -23,6 +23,9 @@ DTYPES = ("bfloat16", "float16")
 WARPS, LANES = 4, 32
 # Rows of a product by one instruction of a warpgroup.
 PRODUCT_ROWS = 64
+# Counters by which the CTAs of a kernel tell each other of their results: one for each item that decode cuts, or for
+# each stage and group of units of products.
+MAX_ARRIVALS = 256
 # Rows of a swizzle atom: a copy of a swizzled tile starts at a multiple of it in global memory, or is silently wrong.
 ATOM = 8
 LOG2E = math.log2(math.e)
@@ -78,6 +81,11 @@ def kernel(
         compiler_params=plgpu.CompilerParams(**compiler_params),
         interpret=plgpu.InterpretGPUParams() if interpret else False,
     )
+
+
+def zero_arrivals() -> jax.Array:
+    """i32[MAX_ARRIVALS], zeros, which kernels leave as zeros: XLA makes one buffer a step of it, for all of them."""
+    return jnp.zeros(MAX_ARRIVALS, jnp.int32)
 
 
 def swizzled_smem(*shape: int, dtype: Any) -> Any:

@@ -37,7 +37,7 @@ def paged_decode(
     layer: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
-    num_tokens: jax.Array,
+    query_start_loc: jax.Array,
     work: DecodeWork,
     *,
     scale: float,
@@ -56,7 +56,7 @@ def paged_decode(
       layer: i32[].
       block_tables: i32[R, max_blocks].
       seq_lens: i32[R].
-      num_tokens: i32[] real tokens of the step, decode and prefill.
+      query_start_loc: i32[R + 1]; the last one says how many real tokens the step has, decode and prefill.
       work: from make_decode_work with the same config and window; it says how many rows are decode rows.
       scale: factor of the scores.
       sliding_window, soft_cap, sinks, kv_scale: as in ops.paged_attention.
@@ -64,7 +64,7 @@ def paged_decode(
       interpret: for the CPU interpreter.
 
     Returns:
-      Like q: results in the decode rows, zeros from num_tokens on; what lies between is NOT written.
+      Like q: results in the decode rows, zeros from the last real token on; what lies between is NOT written.
     """
     num_heads = q.shape[1]
     sizes = _sizes(
@@ -80,7 +80,7 @@ def paged_decode(
     )
     operands = {
         "q": _as_rows(q, sizes),
-        **_cached(kv_cache, layer, block_tables, seq_lens, num_tokens, kv_scale),
+        **_cached(kv_cache, layer, block_tables, seq_lens, query_start_loc, kv_scale),
     }
     return _run(sizes, operands, work, sinks, interpret).reshape(q.shape)
 
@@ -92,7 +92,7 @@ def write_and_decode(
     layer: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
-    num_tokens: jax.Array,
+    query_start_loc: jax.Array,
     work: DecodeWork,
     *,
     rope: tuple[jax.Array, jax.Array] | None,
@@ -111,7 +111,7 @@ def write_and_decode(
       qkv: bf16 or f16[T, K, G + 2, H] with T = R.
       kv_cache: as in paged_decode; consumed, and written in place where nothing else reads it.
       slot_mapping: i32[T] flat slot of each row's token; slots of the null block are not written.
-      layer, block_tables, seq_lens, num_tokens, work: as in paged_decode; seq_lens count the new token.
+      layer, block_tables, seq_lens, query_start_loc, work: as in paged_decode; seq_lens count the new token.
       rope: cos and sin, f32[T, H / 2] each, or None.
       norm: of the query and key heads, or None.
       scale, sliding_window, soft_cap, sinks, kv_scale, config, interpret: as in paged_decode.
@@ -140,7 +140,7 @@ def write_and_decode(
     cache_ref = jax.new_ref(kv_cache, memory_space=plgpu.GMEM)
     operands = {
         "q": jnp.pad(rows, ((0, num_padded - len(rows)), (0, 0))),  # copies only where the batch is tiny
-        **_cached(cache_ref, layer, block_tables, seq_lens, num_tokens, kv_scale),
+        **_cached(cache_ref, layer, block_tables, seq_lens, query_start_loc, kv_scale),
         "slots": slot_mapping,
         "cos": rope and rope[0],
         "sin": rope and rope[1],
@@ -175,7 +175,7 @@ def _cached(
     layer: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
-    num_tokens: jax.Array,
+    query_start_loc: jax.Array,
     kv_scale: LayerArray | None,
 ) -> dict[str, Any]:
     """The operands that say what each row has in the cache."""
@@ -184,7 +184,7 @@ def _cached(
         "block_tables": block_tables,
         "seq_lens": seq_lens,
         "layer": layer.reshape(1),
-        "num_tokens": num_tokens.reshape(1),
+        "query_start_loc": query_start_loc,
         "kv_scale": None if kv_scale is None else as_stack(kv_scale, layer),
     }
 
@@ -200,7 +200,6 @@ def _run(
     config = sizes.config
     operands = operands | {
         "starts": work.starts,
-        "stretch": work.stretch,
         "arrivals": work.arrivals if sizes.on_card else None,
         "sinks": None if sinks is None else sizes.sinks_by_column(sinks),
     }
@@ -225,7 +224,7 @@ def _run(
         mesh=plgpu.Mesh(grid=(config.num_ctas,), grid_names=("cta",)),
         interpret=interpret,
         name="paged_decode_merge",
-    )(operands["seq_lens"], work.starts, work.stretch, partials, *sink_operands, out_ref)
+    )(operands["seq_lens"], work.starts, partials, *sink_operands, out_ref)
     return jax.freeze(out_ref)
 
 
@@ -293,7 +292,7 @@ def _compute(sizes: DecodeSizes, inputs: DecodeInputs, outputs: tuple[Ref, ...],
     out_ref, partials_ref = outputs
     cta = lax.axis_index("cta")
     mine = my_stretch(inputs.starts, cta)
-    store_zeros(sizes, inputs.num_tokens[0], scratch.o, out_ref)
+    store_zeros(sizes, inputs.query_start_loc[sizes.num_rows], scratch.o, out_ref)
 
     def store_partial(item: jax.Array, outs: list[jax.Array], lse: jax.Array, begin: jax.Array, item_tile: jax.Array):
         """Part of an item, whose first tile on the line is item_tile; the last CTA to get here merges the parts."""
@@ -304,7 +303,8 @@ def _compute(sizes: DecodeSizes, inputs: DecodeInputs, outputs: tuple[Ref, ...],
         if inputs.arrivals is None:
             return
         num_tiles = sizes.num_tiles(inputs.seq_lens[div(item, sizes.num_kv_heads)])
-        first, last = div(item_tile, inputs.stretch[0]), div(item_tile + num_tiles - 1, inputs.stretch[0])
+        stretch = inputs.starts[3, cta]
+        first, last = div(item_tile, stretch), div(item_tile + num_tiles - 1, stretch)
         is_last = arrive(inputs.arrivals, scratch.is_last, first, last - first)
 
         @pl.when(is_last != 0)

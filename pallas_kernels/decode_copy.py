@@ -24,9 +24,8 @@ class DecodeInputs:
     block_tables: Ref  # i32[R, max_blocks]
     seq_lens: Ref  # i32[R]
     layer: Ref  # i32[1]
-    num_tokens: Ref  # i32[1]
-    starts: Ref  # as in work_lists.DecodeWork, like the next two
-    stretch: Ref
+    query_start_loc: Ref  # i32[R + 1], the last one the tokens of the step
+    starts: Ref  # as in work_lists.DecodeWork, like the next one
     arrivals: Ref = None  # None: another kernel merges
     sinks: Ref = None  # of DecodeSizes.sinks_by_column
     kv_scale: Ref = None  # f32[L or 1, 2]

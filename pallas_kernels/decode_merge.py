@@ -118,9 +118,7 @@ def merge_item(
     store_item(sizes, [a / weight for a in acc], lse, item, sinks_ref, o_smem, out_ref)
 
 
-def merge_kernel(
-    sizes: DecodeSizes, lens_ref: Ref, starts_ref: Ref, stretch_ref: Ref, partials_ref: Ref, *refs: Ref
-) -> None:
+def merge_kernel(sizes: DecodeSizes, lens_ref: Ref, starts_ref: Ref, partials_ref: Ref, *refs: Ref) -> None:
     """merge="kernel": CTA c merges the item that the end of stretch c cuts, if it began in stretch c."""
 
     *sinks, out_ref = refs
@@ -134,7 +132,7 @@ def merge_kernel(
         @pl.when(jnp.logical_and(index > 0, item_tile >= starts_ref[0, cta]))
         def _():
             num_tiles = sizes.num_tiles(lens_ref[div(item, sizes.num_kv_heads)])
-            last = div(item_tile + num_tiles - 1, stretch_ref[0])
+            last = div(item_tile + num_tiles - 1, starts_ref[3, cta])
             merge_item(sizes, item, cta, last, partials_ref, sinks_ref, o_smem, out_ref)
 
         plgpu.wait_smem_to_gmem(0)

@@ -177,12 +177,13 @@ def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[Matmul
 def layer_numbers(stages: tuple[MatmulStage, ...]) -> tuple[list[jax.Array], list[int]]:
     """The layers that the weights are slices of, and which of these each stage's are.
 
-    Each once: to put copies of one number together would be a kernel more.
+    Each once: to put copies of one number together would be a kernel more. The last one first: the numbers 0, 1 would
+    be computed by a kernel, where any others are a constant.
     """
     numbers: list[jax.Array] = []
     for stage in stages:
         if isinstance(stage.weight, LayerSlice) and not any(stage.weight.layer is number for number in numbers):
-            numbers.append(stage.weight.layer)
+            numbers.insert(0, stage.weight.layer)
     ids = [id(number) for number in numbers]
     indices = [ids.index(id(stage.weight.layer)) if isinstance(stage.weight, LayerSlice) else 0 for stage in stages]
     return numbers or [jnp.int32(0)], indices

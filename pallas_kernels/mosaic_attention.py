@@ -203,7 +203,7 @@ def attend(
 
     options = _kernel_options(kv_cache, **options)
     decode_work = work.decode_with(options["sliding_window"])
-    rows = (block_tables, seq_lens, query_start_loc[-1])
+    rows = (block_tables, seq_lens, query_start_loc)
     out = paged_decode(q, kv_cache, layer, *rows, decode_work, config=config.decode, **options)
     if work.prefill is None:
         return out
@@ -294,7 +294,7 @@ def write_and_attend(
 
     options = _kernel_options(kv_cache, **options) | {"rope": rope, "norm": norm}
     decode_work = work.decode_with(options["sliding_window"])
-    rows = (block_tables, seq_lens, query_start_loc[-1])
+    rows = (block_tables, seq_lens, query_start_loc)
     return write_and_decode(qkv, kv_cache, slot_mapping, layer, *rows, decode_work, config=config.decode, **options)
 
 

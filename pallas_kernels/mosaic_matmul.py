@@ -3,9 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import matmul_sizes, reference_matmul, row_kernels, row_matmul_sizes, tuning
+from pallas_kernels.common import zero_arrivals
 from pallas_kernels.layer_slice import LayerArray
 from pallas_kernels.reference_matmul import Activation, MatmulStage
 from pallas_kernels.tuning import matmul_config, row_matmul_config
@@ -30,8 +30,7 @@ def act_and_mul(gate_up: jax.Array, activation: Activation | None, *, backend: B
 
 def make_arrivals(backend: Backend) -> jax.Array | None:
     """What matmul_stages counts in: once a step, for all layers. None for the reference."""
-    num_counters = max(matmul_sizes.MAX_STAGES, row_matmul_sizes.NUM_COUNTERS)
-    return None if backend == "reference" else jnp.zeros(num_counters, jnp.int32)
+    return None if backend == "reference" else zero_arrivals()
 
 
 def _has_norm_kernel(stage: MatmulStage, num_rows: int) -> bool:

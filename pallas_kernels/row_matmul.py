@@ -59,7 +59,7 @@ def matmul_stages(
     Args:
       x: bf16 or fp16 [T, K]; see row_matmul_sizes.unsupported_reason. If the first stage norms it, XLA does.
       residual: [T, N] or None.
-      arrivals: i32[NUM_COUNTERS], zeros; zeros again afterwards.
+      arrivals: i32[MAX_ARRIVALS], zeros; zeros again afterwards.
       config: static.
       interpret: for the CPU interpreter.
 

@@ -16,10 +16,9 @@ from pallas_kernels.layer_slice import place_in
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.tuning import RowMatmulConfig
 
-# Counters: of the stages of a kernel, and of groups of thread blocks that share a product, so many at most.
+# Counters, MAX_ARRIVALS at most: of the stages of a kernel, and of groups of thread blocks that share a product.
 MAX_STAGES = 4
 MAX_GROUPS = 128
-NUM_COUNTERS = MAX_STAGES + MAX_GROUPS
 MAX_ROWS = 256
 _ATOM_INPUTS = 64  # 128 bytes, which copies and tensor cores take as one
 # Numbers of a row of the tile that turns results around: 4 more than 64, so that neither side meets itself in a bank.

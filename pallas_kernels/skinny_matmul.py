@@ -60,7 +60,7 @@ def matmul_stages(
     Args:
       x: bf16 or fp16 [8, K].
       residual: [8, D] or None.
-      arrivals: i32[MAX_STAGES], zeros; zeros again afterwards.
+      arrivals: i32[MAX_ARRIVALS], zeros; zeros again afterwards.
       config: static.
       interpret: for the CPU interpreter.
 

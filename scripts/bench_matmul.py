@@ -35,10 +35,10 @@ import records
 from jaxvllm.compile_cache import compiler_options
 from pallas_kernels import FEW_ROWS
 from pallas_kernels.arg_specs import LAYER_SHAPES, LayerShape
+from pallas_kernels.common import zero_arrivals
 from pallas_kernels.reference_matmul import MatmulStage
 from pallas_kernels.reference_matmul import matmul_stages as reference_stages
 from pallas_kernels.row_matmul import matmul_stages as row_stages
-from pallas_kernels.row_matmul_sizes import NUM_COUNTERS
 from pallas_kernels.skinny_matmul import matmul_stages
 from pallas_kernels.tuning import H200_MATMUL, H200_ROW_MATMUL
 
@@ -107,7 +107,7 @@ def layer_kernels(
 
 def chain_of_layers(layer: Layer, shape: LayerShape, x: jax.Array, params: Params) -> jax.Array:
     """All layers; a slice of each layer's qkv stands for attention."""
-    arrivals = jnp.zeros(NUM_COUNTERS, jnp.int32)
+    arrivals = zero_arrivals()
     one = jax.jit(layer)
     attended = jnp.tile(x, (1, -(-shape.attended // shape.hidden)))[:, : shape.attended]
     for i in range(NUM_LAYERS[shape.name]):
@@ -122,7 +122,7 @@ def _is_leaf(node: Any) -> bool:
 
 def chain_of_one(name: str, run: Run, shape: LayerShape, x: jax.Array, params: Params) -> jax.Array:
     """One of the four products in every layer; its result, cut or repeated, is the next one's input."""
-    arrivals = jnp.zeros(NUM_COUNTERS, jnp.int32)
+    arrivals = zero_arrivals()
     one = jax.jit(run)
     inputs = params[name].shape[-1]
     residual = x
@@ -203,7 +203,7 @@ class Check:
 
     def _twice(self, stages: tuple[MatmulStage, ...], x: jax.Array, residual: jax.Array) -> list[jax.Array]:
         has_residual = any(stage.adds_residual for stage in stages)
-        rest = (stages, residual if has_residual else None, jnp.zeros(NUM_COUNTERS, jnp.int32))
+        rest = (stages, residual if has_residual else None, zero_arrivals())
         first = self.run(x, *rest)[-1]
         # Finite rows stay what they are, but behind the first call: at once the two would wait for each other's SMs.
         x = x + 0 * first[:, :1]

@@ -38,10 +38,10 @@ def decode_row(shape: DecodeShape) -> Measurement:
     cut = partial(make_decode_work, num_kv_heads=shape.num_kv_heads, sliding_window=shape.sliding_window, config=config)
     one = jax.jit(partial(paged_decode, **shape.options(), config=config))
 
-    def chain(q, kv_cache, tables, lens, count, work):
-        first = q = one(q, kv_cache, layer_of(0), tables, lens, count, work)
+    def chain(q, kv_cache, tables, lens, starts, work):
+        first = q = one(q, kv_cache, layer_of(0), tables, lens, starts, work)
         for i in range(1, num_calls):
-            q = one(q, kv_cache, layer_of(i), tables, lens, count, work)
+            q = one(q, kv_cache, layer_of(i), tables, lens, starts, work)
         return first, q
 
     q_sizes = (len(requests.lens), shape.num_heads, shape.cache_head_dim)
@@ -50,7 +50,7 @@ def decode_row(shape: DecodeShape) -> Measurement:
     work = jax.eval_shape(cut, *specs_of(requests.lens, count))
     q = jax.ShapeDtypeStruct(q_sizes, shape.dtype)
     programs = {
-        "chain": Program(chain, (q, cache, *specs_of(requests.tables, requests.lens, count), work)),
+        "chain": Program(chain, (q, cache, *specs_of(requests.tables, requests.lens, requests.starts), work)),
         "work": Program(cut, specs_of(requests.lens, count)),
         "cache": normal_program(cache.shape, shape.kv_dtype),
         "q": normal_program(q_sizes, shape.dtype, seed=1),
@@ -60,7 +60,7 @@ def decode_row(shape: DecodeShape) -> Measurement:
     def measure(compiled: dict[str, Any]) -> Row:
         q, kv_cache = compiled["q"](), compiled["cache"]()
         lens = jnp.asarray(requests.lens)
-        rest = (jnp.asarray(requests.tables), lens, jnp.asarray(count), compiled["work"](lens, count))
+        rest = (jnp.asarray(requests.tables), lens, jnp.asarray(requests.starts), compiled["work"](lens, count))
         outs = [np.asarray(compiled["chain"](q, kv_cache, *rest)[0]) for _ in range(2)]
         checked = check(shape, requests, compiled["read"], kv_cache, q, outs)
         seconds = seconds_a_call(compiled["chain"], (q, kv_cache, *rest)) / num_calls

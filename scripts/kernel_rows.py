@@ -140,7 +140,7 @@ def work_row(num_tokens: int, num_rows: int, kind: str) -> Measurement:
     def chain(lens, starts, num_decodes, num_reqs):
         for _ in range(CHAIN):
             work = cut_attention_work(lens, starts, num_decodes, num_reqs, **sizes)
-            lens = lens + work.decode[0].arrivals[0]
+            lens = lens + work.decode[0].starts[0, 0]
             lens = lens if work.prefill is None else lens + jnp.minimum(work.prefill.tiles[1, 0], 0)
         return lens
 

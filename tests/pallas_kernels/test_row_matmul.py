@@ -10,7 +10,8 @@ import pytest
 
 from pallas_kernels import LayerSlice, MatmulStage, make_arrivals, matmul_stages, row_matmul
 from pallas_kernels.arg_specs import LAYER_SHAPES, LayerShape, layer_stages
-from pallas_kernels.row_matmul_sizes import MAX_GROUPS, NUM_COUNTERS, make_sizes, stages_by_kernel
+from pallas_kernels.common import zero_arrivals
+from pallas_kernels.row_matmul_sizes import MAX_GROUPS, make_sizes, stages_by_kernel
 from pallas_kernels.tuning import H200_ROW_MATMUL, INTERPRET_ROW_MATMUL
 from tests.pallas_kernels.played_counters import PlayedCounters
 from tests.pallas_kernels.test_matmul_stages import Case, Draw, assert_matches, layer_tail
@@ -72,7 +73,7 @@ def test_products_in_one_kernel_have_the_bits_of_a_kernel_each(rows, following_l
     )
 
     def run(config):
-        arrivals = jnp.zeros(NUM_COUNTERS, jnp.int32)
+        arrivals = zero_arrivals()
         outs = row_matmul.matmul_stages(x, stages, residual, arrivals, config=config, interpret=True)
         return [np.asarray(out, np.float64)[: case.real_rows] for out in outs[: 4 + min(following_layer, 0)]]
 
