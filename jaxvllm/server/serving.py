@@ -126,9 +126,9 @@ def new_id(prefix: str, header: str | None, wanted: str | None) -> str:
 
 
 def check_completion(completion: CompletionOutput) -> None:
-    """Raises: ApiError if a completion ended with an error: the core refused it, or could not go on."""
+    """Raises: ApiError if a completion ended with an error, which is what its request asks for that cannot be done."""
     if completion.finish_reason == "error":
-        raise ApiError(str(completion.stop_reason), status=500 if completion.token_ids else 400)
+        raise ApiError(str(completion.stop_reason))
 
 
 class UsageCounter:

@@ -200,5 +200,18 @@ def test_structured_output_has_its_form(tiny, temperature):
         body = {"prompt": IDS, "structured_outputs": bad}
         error = tiny.post("/v1/completions", body).error() if bad else None
         assert error is None or (error["code"], error["param"]) == (400, "structured_outputs"), bad
+    for stuck in (
+        {"structured_outputs": {"grammar": 'start: "ab" /[^\\s\\S]/'}},
+        {"structured_outputs": {"regex": "ab"}, "min_tokens": 3},
+    ):
+        error = tiny.post("/v1/completions", {"prompt": IDS, "max_tokens": 9} | stuck).error()
+        assert error["code"] == 400 and error["message"].startswith("structured_outputs"), error
+        *_, last, done, _ = (
+            tiny.post("/v1/completions", {"prompt": IDS, "max_tokens": 9, "stream": True} | stuck)
+            .body.decode()
+            .split("\n\n")
+        )
+        assert done == "data: [DONE]" and json.loads(last.removeprefix("data: "))["error"]["code"] == 400
+    tiny.wait_until_idle()
     both = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
     assert tiny.post("/v1/completions", {"prompt": IDS} | both).error()["param"] == "response_format"
