@@ -165,7 +165,7 @@ def test_an_end_with_an_error_says_what_is_wrong_and_nothing_of_the_parser_s_sta
     stuck.allowed_token_ids = [97]
     (output,) = generate(engine, [stuck])
     reason = str(output.stop_reason)
-    assert reason.startswith("structured_outputs refuse token ") and len(reason) < 300 and "\n" not in reason
+    assert reason.startswith("structured_outputs cannot take token ") and len(reason) < 300 and "\n" not in reason
     assert reason.endswith("(min_tokens, allowed_token_ids, bad_words) leave none that does.")
     optional = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(600)}}
     (wide,) = generate(engine, [params(json=optional)])
@@ -333,7 +333,7 @@ def test_end_tokens_and_min_tokens_obey_the_grammar_and_each_other(engine):
     stuck = run(min_tokens=6, structured_outputs={"regex": "ab"})
     assert stuck.finish_reason == "error"
     assert (stuck.text, stuck.token_ids) == ("ab", [97, 98])
-    assert re.match(r"structured_outputs refuse token \d+: the text is complete\.", str(stuck.stop_reason))
+    assert re.match(r"structured_outputs cannot take token \d+: the text is complete\.", str(stuck.stop_reason))
 
 
 BAD = [
@@ -405,10 +405,10 @@ def test_models_and_modes_that_cannot_honour_a_constraint_say_so(tmp_path, model
     from tests.engine.conftest import write_model
 
     no_tokenizer = Engine(model_folder, **TINY, skip_tokenizer_init=True, max_model_len=256)
-    with pytest.raises(ValueError, match="structured_outputs need a tokenizer"):
+    with pytest.raises(ValueError, match="structured_outputs cannot be followed without a tokenizer"):
         no_tokenizer.generate([[65]], params(regex="a"), use_tqdm=False)
     no_end = Engine(write_model(tmp_path, config={"eos_token_id": None}, eos=None), **TINY, max_model_len=256)
-    with pytest.raises(ValueError, match="need a token that ends the text"):
+    with pytest.raises(ValueError, match="without a token that ends the text"):
         no_end.generate([[65]], params(regex="a"), use_tqdm=False)
 
 
