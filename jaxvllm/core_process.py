@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -93,7 +94,8 @@ def main() -> None:
     """Entry of `python -m jaxvllm.core`; never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front end, which then aborts or ends the core
     start = msgspec.json.decode(_read_line(), type=CoreStart)
-    threading.Thread(target=_end_with_parent, args=(start.parent_pid,), daemon=True).start()
+    socket_folder = os.path.dirname(start.requests_address.removeprefix("ipc://"))
+    threading.Thread(target=_end_with_parent, args=(start.parent_pid, socket_folder), daemon=True).start()
     # A service manager sends this to all processes: the front end still needs a core to end its requests with.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.path.extend(path for path in start.sys_path if path not in sys.path)
@@ -156,10 +158,14 @@ def _read_line() -> bytes:
     return bytes(line)
 
 
-def _end_with_parent(parent_pid: int) -> None:
-    """Ends this process when the front end is gone: its pipe closes or, held open by a fork of it, its pid changes."""
+def _end_with_parent(parent_pid: int, socket_folder: str) -> None:
+    """Ends this process when the front end is gone: its pipe closes or, held open by a fork of it, its pid changes.
+
+    A front end that was killed during the start has not removed its sockets, which this does then.
+    """
     while os.getppid() == parent_pid:
         readable, _, _ = select.select([0], [], [], PARENT_CHECK_S)
         if readable and not os.read(0, 1):
             break
+    shutil.rmtree(socket_folder, ignore_errors=True)
     os._exit(1)

@@ -73,7 +73,8 @@ class Engine:
         Returns: one RequestOutput a prompt, in the order of the prompts. One that the core refused has finish_reason
           "error" and the message as stop_reason.
         Raises:
-          ValueError, NotImplementedError: a prompt or a parameter that cannot be served.
+          ValueError, NotImplementedError: a prompt or a parameter that cannot be served, or requests of llm_engine's
+            are unfinished, whose outputs this call would take from their caller.
           EngineDeadError: the core died.
         """
         if any(request is not None for request in _as_sequence(lora_request)):
@@ -86,6 +87,7 @@ class Engine:
         if len(priorities) != len(prompt_list):
             raise ValueError(f"priority has {len(priorities)} numbers for {len(prompt_list)} prompts: give one each.")
         with self._turn():
+            self._check_idle()
             requests = []
             for prompt, params, number in zip(prompt_list, params_list, priorities, strict=True):
                 request_id, params = str(next(self._counter)), _final_only(params)
@@ -220,6 +222,16 @@ class Engine:
                 f"sampling_params has {len(params)} entries for {num_prompts} prompts: give one for all, or one each."
             )
         return list(params)
+
+    def _check_idle(self) -> None:
+        """Raises: ValueError while requests run that this engine's own caller added, whose outputs step() returns."""
+        num_others = self.llm_engine.get_num_unfinished_requests()
+        if num_others:
+            # vLLM returns them among those of the prompts.
+            raise ValueError(
+                f"llm_engine has {num_others} unfinished requests of its own caller, and generate() would take their "
+                "outputs: call llm_engine.step() until it has none, or llm_engine.drop_requests(), before."
+            )
 
     def _run(self, requests: list[ProcessedRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         """Step until the requests have finished; if that fails or is interrupted, none of them stays behind."""

@@ -116,7 +116,7 @@ class DeviceExecutor:
         with Background(lambda: _load(config, source, param_specs(model), mesh)) as weights, Background(meanwhile):
             if config.compile.ahead:
                 with self._lowering_of(model_config, runner.config) as lowering:
-                    num_blocks, workspace_bytes = compile_ahead(runner, sizer, weights.check, lowering)
+                    num_blocks, workspace_bytes = compile_ahead(runner, sizer, num_blocks, weights.check, lowering)
             room = sizer.bytes_at_work(num_blocks, workspace_bytes)
             runner.set_params(with_room(weights.result(), list(mesh.devices.flat), room))
         log_pool(runner.config.kv_cache, runner.config.limits, num_blocks)
@@ -278,11 +278,16 @@ def _load(config: EngineConfig, source: ModelSource, specs: dict[str, ParamSpec]
 
 
 def compile_ahead(
-    runner: ModelRunner, sizer: PoolSizer, check: Callable[[], None], lowering: LoweringProcesses | None
+    runner: ModelRunner,
+    sizer: PoolSizer,
+    num_blocks: int,
+    check: Callable[[], None],
+    lowering: LoweringProcesses | None,
 ) -> tuple[int, int]:
     """Load or compile all programs, anew while their workspace asks for a pool of another size.
 
     Args:
+      num_blocks: the sizer's guess.
       check: called again and again; raises what makes going on useless.
       lowering: lowers the steps; None: this process does.
 
@@ -290,7 +295,7 @@ def compile_ahead(
       The number of blocks they are made for, and the most workspace of one in bytes; 0 if the compiler did not say.
     """
     start = time.perf_counter()
-    num_blocks, workspace_bytes = sizer.guess(), 0
+    workspace_bytes = 0
     while True:
         runner.set_num_blocks(num_blocks)
         keys = runner.program_keys()

@@ -214,9 +214,13 @@ class InputProcessor:
 
     def _check_structured_outputs(self, params: StructuredOutputsParams) -> None:
         if self._tokenizer is None:
-            raise ValueError("structured_outputs need a tokenizer: set skip_tokenizer_init=False.")
+            raise ValueError(
+                "structured_outputs cannot be followed without a tokenizer: set skip_tokenizer_init=False."
+            )
         if self._model.eos_token_id is None:
-            raise ValueError("structured_outputs need a token that ends the text, and the model's files name none.")
+            raise ValueError(
+                "structured_outputs cannot be followed without a token that ends the text: the model's files name none."
+            )
         from jaxvllm.structured_output.grammar import check, special_texts  # late: few requests need llguidance
 
         check(params, special_texts(self._tokenizer.backend))

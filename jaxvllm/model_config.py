@@ -168,7 +168,11 @@ class ModelConfig:
         sliding_window, layer_types = _attention_layers(fields, architecture, num_layers)
         max_positions = fields.positive_int("max_position_embeddings")
         rope, local_rope = read_ropes(
-            hf, default_theta=defaults["rope_theta"], max_position_embeddings=max_positions, origin=origin
+            hf,
+            default_theta=defaults["rope_theta"],
+            max_position_embeddings=max_positions,
+            can_be_partial=architecture == "Phi3ForCausalLM",
+            origin=origin,
         )
         rope.check_divisors(heads["head_dim"], origin)
         return cls(

@@ -78,14 +78,18 @@ class RopeConfig:
 
 
 def read_ropes(
-    hf: Mapping[str, Any], *, default_theta: float, max_position_embeddings: int, origin: str
+    hf: Mapping[str, Any], *, default_theta: float, max_position_embeddings: int, can_be_partial: bool, origin: str
 ) -> tuple[RopeConfig, RopeConfig]:
     """The rotary embeddings of full-attention and of sliding-attention layers.
 
     transformers 5 writes everything under "rope_parameters", nested by layer type where they differ; before it was
     "rope_theta" beside "rope_scaling", whose kind was spelled "type" or "rope_type". What is in "rope_parameters" wins.
 
-    Raises: ValueError for an unknown kind of scaling, a missing part of it, or two kinds.
+    Args:
+      can_be_partial: whether a part of the head may rotate. transformers ignores "partial_rotary_factor" elsewhere
+        where nothing is scaled, and fails where something is.
+
+    Raises: ValueError for an unknown kind of scaling, a missing part of it, two kinds, or one of a part of the head.
     """
     scaling, parameters = (_dict(hf, key, origin) for key in ("rope_scaling", "rope_parameters"))
     is_nested = any(isinstance(value, Mapping) for value in parameters.values())
@@ -104,8 +108,8 @@ def read_ropes(
         values["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
     local_base = {"rope_theta": hf.get("rope_local_base_freq") or _LOCAL_THETA}
     return (
-        _rope(values, max_position_embeddings, origin),
-        _rope({**local_base, **local}, max_position_embeddings, origin),
+        _rope(values, max_position_embeddings, can_be_partial, origin),
+        _rope({**local_base, **local}, max_position_embeddings, can_be_partial, origin),
     )
 
 
@@ -122,7 +126,7 @@ def _kind(values: Mapping[str, Any], *, default: str = "default") -> str:
     return "longrope" if kind in ("su", "yarn") and "short_factor" in values else kind
 
 
-def _rope(values: Mapping[str, Any], max_position_embeddings: int, origin: str) -> RopeConfig:
+def _rope(values: Mapping[str, Any], max_position_embeddings: int, can_be_partial: bool, origin: str) -> RopeConfig:
     kind = _kind(values)
     if kind not in _REQUIRED:
         raise ValueError(f"{origin}: rope scaling {kind!r} is not supported; supported are {', '.join(_REQUIRED)}")
@@ -149,6 +153,14 @@ def _rope(values: Mapping[str, Any], max_position_embeddings: int, origin: str) 
             )
         return tuple(float(value) for value in listed)
 
+    partial_rotary_factor = number("partial_rotary_factor", 1.0)
+    if partial_rotary_factor != 1.0 and not can_be_partial:
+        if kind != "default":
+            raise ValueError(
+                f'{origin}: "partial_rotary_factor" ({partial_rotary_factor}) with rope scaling "{kind}" is not '
+                "supported for this model, whose heads rotate as a whole; leave it out"
+            )
+        partial_rotary_factor = 1.0
     # transformers and vLLM read no other limit for dynamic.
     context = None if kind == "dynamic" else optional("original_max_position_embeddings")
     is_long = kind == "longrope"
@@ -165,7 +177,7 @@ def _rope(values: Mapping[str, Any], max_position_embeddings: int, origin: str) 
         mscale=optional("mscale"),
         mscale_all_dim=optional("mscale_all_dim"),
         truncate=bool(values.get("truncate", True)),
-        partial_rotary_factor=number("partial_rotary_factor", 1.0),
+        partial_rotary_factor=partial_rotary_factor,
         frequency_divisors=numbers("short_factor" if is_long else "frequency_divisors"),
         long_divisors=numbers("long_factor") if is_long else None,
     )

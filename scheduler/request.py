@@ -121,7 +121,7 @@ class Request:
         self.cache_salt = cache_salt
         self.root_digest = root_digest(cache_salt)
         self.grammar = grammar
-        self.checks_every_token = grammar is not None or sampling_params.repetition_detection is not None
+        self.checks_every_token = sampling_params.repetition_detection is not None
 
         self.status = RequestStatus.WAITING
         if grammar is not None:

@@ -330,6 +330,10 @@ class Scheduler:
             token_id, request = sampled.get(request_id), requests.get(request_id)
             if token_id is None or request is None:
                 continue  # the prompt is not finished, or the request ended while the step was in flight
+            if request.grammar is not None and request.grammar.refusal is not None:
+                ended.append((request, RequestStatus.FINISHED_ERROR))
+                outputs.finished[request_id] = FinishedRequest("error", request.grammar.refusal)
+                continue  # the token is no part of the text: vLLM shows it, though its grammar does not allow it
             append_token(request, token_id)
             request_ids.append(request_id)
             new_token_ids.append(token_id)

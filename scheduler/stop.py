@@ -9,15 +9,9 @@ REPETITION_STOP_REASON = "repetition_detected"
 def check_stop(request: Request) -> RequestStatus | None:
     """How the token just appended ends the request, or None; sets stop_reason for a stop token and a repetition.
 
-    Below min_tokens only the length can end it: otherwise a request whose room is used up would never end. A grammar
-    that refuses the token ends the request at once.
+    Below min_tokens only the length can end it: otherwise a request whose room is used up would never end.
     """
     params = request.sampling_params
-    if request.grammar is not None:
-        refusal = request.grammar.refusal
-        if refusal is not None:
-            request.stop_reason = refusal
-            return RequestStatus.FINISHED_ERROR
     if request.num_output_tokens >= params.min_tokens:
         last = request.token_ids[-1]
         if last in request.stop_tokens:

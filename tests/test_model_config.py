@@ -112,6 +112,19 @@ def test_the_longest_context_is_what_the_rope_is_scaled_to(architecture, scaling
     assert config.max_context == context
 
 
+@pytest.mark.parametrize("place", ["top", "rope_parameters"])
+def test_a_part_of_the_head_rotates_in_phi3_alone(place):
+    part = {"partial_rotary_factor": 0.5}
+    given = part if place == "top" else {"rope_parameters": {"rope_type": "default", **part}}
+    for architecture in ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM", "Gemma2ForCausalLM"):
+        assert read(architectures=[architecture], num_key_value_heads=2, **given).rope.partial_rotary_factor == 1.0
+    assert read(architectures=["Phi3ForCausalLM"], **given).rope.partial_rotary_factor == 0.5
+    with pytest.raises(
+        ValueError, match=r'"partial_rotary_factor" \(0.5\) with rope scaling "linear" is not supported'
+    ):
+        read(rope_scaling={"rope_type": "linear", "factor": 2.0}, partial_rotary_factor=0.5)
+
+
 def test_gemma3_has_a_rope_of_its_own_for_local_layers_in_both_spellings():
     gemma = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "head_dim": 16}
     nested = {

@@ -127,7 +127,8 @@ def trace_load(
         prompt = _trace_prompt(request, index, seed)
         chosen.append(BenchRequest(prompt, len(prompt), request.num_output_tokens, request.arrival_s))
     if not chosen:
-        raise ValueError(f"{path} has no request of at most trace_max_tokens={max_tokens} tokens.")
+        limit = "" if max_tokens is None else f" of at most trace_max_tokens={max_tokens} tokens"
+        raise ValueError(f"{path} has no request{limit}.")
     start = chosen[0].arrival_s
     return [replace(request, arrival_s=request.arrival_s - start) for request in chosen], num_left_out
 

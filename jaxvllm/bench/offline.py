@@ -54,8 +54,10 @@ def add_parsers(commands: Any) -> None:
 def run_throughput(args: argparse.Namespace) -> int:
     """Generate everything at once and print what it gave a second."""
     _check(args, "num_prompts", "input_len", "output_len")
+    requests = _load(args)
     with _make_engine(args) as engine:
-        requests = _load(args, engine)
+        if requests is None:
+            requests = _sonnets(args, engine)
         for request in requests:
             _check_room(engine, request.num_prompt_tokens, request.num_output_tokens)
         params = [_params(args, request.num_output_tokens) for request in requests]
@@ -160,15 +162,20 @@ def _params(args: argparse.Namespace, num_output_tokens: int, n: int = 1) -> Sam
     )
 
 
-def _load(args: argparse.Namespace, engine: "Engine") -> list[loads.BenchRequest]:
+def _load(args: argparse.Namespace) -> list[loads.BenchRequest] | None:
+    """The requests of a trace, or random ones; None for sonnets, whose tokens the engine counts."""
     if args.trace is not None:
         requests, num_left_out = loads.trace_load(args.trace, args.num_prompts, max_tokens=args.trace_max_tokens)
         print(f"{args.trace}: {len(requests)} requests, {num_left_out} left out as too long")
         return requests
-    if args.dataset_name == "random":
-        return loads.random_load(
-            args.num_prompts, args.input_len, args.output_len, range_ratio=args.range_ratio, prefix_len=args.prefix_len
-        )
+    if args.dataset_name == "sonnet":
+        return None
+    return loads.random_load(
+        args.num_prompts, args.input_len, args.output_len, range_ratio=args.range_ratio, prefix_len=args.prefix_len
+    )
+
+
+def _sonnets(args: argparse.Namespace, engine: "Engine") -> list[loads.BenchRequest]:
     tokenizer = engine.llm_engine.tokenizer
     if tokenizer is None:
         raise ValueError("--dataset-name sonnet needs a tokenizer: use random.")

@@ -122,6 +122,8 @@ def _check(args: argparse.Namespace) -> None:
         args.percentiles = [-1.0]
     if not all(0 <= p <= 100 for p in args.percentiles):
         raise ValueError(f"--metric-percentiles {args.metric_percentiles}: give numbers from 0 to 100, commas between.")
+    if args.request_rate is None and args.trace is None:  # from here on None is the times of a trace
+        args.request_rate = INFINITY
     args.goodput_ms = parse_goodput(args.goodput)
     check_at_least(1, args, "num_prompts", "max_concurrency")
     args.headers = _pairs("--header", args.header)
@@ -151,6 +153,7 @@ async def _run(args: argparse.Namespace) -> int:
     body = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.ignore_eos:
         body["ignore_eos"] = True
+    requests = _load(args)
     is_chat = args.backend == "openai-chat"
     base_url = args.base_url or f"http://{args.host}:{args.port}"
     async with BenchClient(
@@ -158,7 +161,8 @@ async def _run(args: argparse.Namespace) -> int:
     ) as client:
         first_model = await wait_until_ready(client, args.ready_check_timeout_sec)
         client.model = args.model or first_model
-        requests, rate = await _make_load(args, client)
+        if requests is None:
+            requests = _at_rate(args, await _sonnets(args, client))
         if is_chat:
             requests = await as_text(client, requests)
         print("Starting initial single prompt test run...")
@@ -168,34 +172,31 @@ async def _run(args: argparse.Namespace) -> int:
         if test.error is not None:
             raise ValueError(f"the initial test run failed, check the options: {test.error}")
         print("Initial test run completed. Starting main benchmark run...")
-        _print_traffic(args, rate)
+        _print_traffic(args)
         results, duration_s = await run_load(
             client, requests, max_concurrency=args.max_concurrency, use_tqdm=not args.disable_tqdm
         )
     report = make_report(results, duration_s, args.goodput_ms)
     shown = {"metrics": args.metric_names, "percentiles": args.percentiles}
-    print(table(report, rate=rate or INFINITY, max_concurrency=args.max_concurrency, **shown))
+    print(table(report, rate=args.request_rate or INFINITY, max_concurrency=args.max_concurrency, **shown))
     for error in dict.fromkeys(result.error for result in results if result.error is not None):
         print(f"jaxvllm: a request failed: {error}", file=sys.stderr)
     if args.save_result or args.save_detailed:
-        _save(args, client.model, rate, to_json(report, results, **shown, is_detailed=args.save_detailed))
+        _save(args, client.model, to_json(report, results, **shown, is_detailed=args.save_detailed))
     if args.plot:
         _plot(args, client.model, report, results)
     return 0 if report.completed else 1
 
 
-async def _make_load(args: argparse.Namespace, client: Any) -> tuple[list[BenchRequest], float | None]:
-    """The requests, and their rate: None for the times of a trace."""
-    rate = args.request_rate
+def _load(args: argparse.Namespace) -> list[BenchRequest] | None:
+    """The requests of a trace, or random ones; None for sonnets, whose tokens the server counts."""
     if args.trace is not None:
         requests, num_left_out = loads.trace_load(
             args.trace, args.num_prompts, max_tokens=args.trace_max_tokens, seed=args.seed
         )
         print(f"{args.trace}: {len(requests)} requests, {num_left_out} left out as too long")
-        if rate is None:
-            return requests, None
     elif args.dataset_name == "sonnet":
-        requests = await _sonnets(args, client)
+        return None
     else:
         requests = loads.random_load(
             args.num_prompts,
@@ -205,8 +206,13 @@ async def _make_load(args: argparse.Namespace, client: Any) -> tuple[list[BenchR
             prefix_len=args.random_prefix_len,
             seed=args.seed,
         )
-    rate = INFINITY if rate is None else rate
-    return loads.at_rate(requests, rate, args.burstiness, args.seed), rate
+    return _at_rate(args, requests)
+
+
+def _at_rate(args: argparse.Namespace, requests: list[BenchRequest]) -> list[BenchRequest]:
+    if args.request_rate is None:
+        return requests
+    return loads.at_rate(requests, args.request_rate, args.burstiness, args.seed)
 
 
 async def _sonnets(args: argparse.Namespace, client: Any) -> list[BenchRequest]:
@@ -228,18 +234,19 @@ async def _sonnets(args: argparse.Namespace, client: Any) -> list[BenchRequest]:
     )
 
 
-def _print_traffic(args: argparse.Namespace, rate: float | None) -> None:
-    if rate is None:
+def _print_traffic(args: argparse.Namespace) -> None:
+    if args.request_rate is None:
         print("Traffic request rate: as recorded")
     else:
         process = "Poisson process" if args.burstiness == 1.0 else "Gamma distribution"
-        print(f"Traffic request rate: {rate}\nBurstiness factor: {args.burstiness} ({process})")
+        print(f"Traffic request rate: {args.request_rate}\nBurstiness factor: {args.burstiness} ({process})")
     print(f"Maximum request concurrency: {args.max_concurrency}")
 
 
-def _save(args: argparse.Namespace, model: str, rate: float | None, figures: dict[str, Any]) -> None:
+def _save(args: argparse.Namespace, model: str, figures: dict[str, Any]) -> None:
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
     label = args.label or args.backend
+    rate = args.request_rate
     rate_word = "recorded" if rate is None else str(rate)
     data = {
         "date": now,
@@ -265,8 +272,8 @@ def _plot(args: argparse.Namespace, model: str, report: ServeReport, results: li
     from jaxvllm.bench.plot import plot
 
     load = Path(args.trace).name if args.trace else args.dataset_name
-    rate = "all at once" if args.request_rate in (None, INFINITY) else f"{args.request_rate} req/s"
-    if args.trace and args.request_rate is None:
+    rate = "all at once" if args.request_rate == INFINITY else f"{args.request_rate} req/s"
+    if args.request_rate is None:
         rate = "as recorded"
     title = f"{model}, {load}, {rate}: {report.request_throughput:.2f} req/s, {report.output_throughput:.1f} tok/s"
     plot(report, results, args.plot, title)

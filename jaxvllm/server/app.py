@@ -22,7 +22,13 @@ from jaxvllm.server.config import Keys
 from jaxvllm.server.errors import ApiError, to_api_error
 from jaxvllm.server.middleware import KeyCheck, LoadCount, RequestIdHeader
 from jaxvllm.server.openapi import describe
-from jaxvllm.server.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from jaxvllm.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from jaxvllm.server.responses import ModelCard, ModelList, ModelPermission, encode
 from jaxvllm.server.serving import Serving
 from jaxvllm.server.streaming import ClientGoneError, while_connected
@@ -67,13 +73,16 @@ def _add_generation_routes(app: FastAPI, serving: Serving) -> None:
 
 def _route(serving: Serving, model: type[BaseModel], handle: Handle) -> Callable[[Request], Awaitable[Response]]:
     async def run(request: Request) -> Response:
+        other_names = {}
         try:
             body = await read_body(request, model, serving.config.max_request_bytes)
+            if isinstance(body, GenerationRequest):
+                other_names = body.other_names()
             return await while_connected(request.receive, handle(serving, body, request))  # type: ignore[arg-type]
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:
-            known = to_api_error(error, model.model_fields, getattr(model, "OTHER_NAMES", {}))
+            known = to_api_error(error, model.model_fields, other_names)
             if known is None:
                 raise
             return known.response()

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,7 +48,8 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 def parse_body[M: BaseModel](body: bytes, model: type[M]) -> M:
     """As read_body, from the bytes."""
     try:
-        values = from_json(body, allow_inf_nan=False, cache_strings="keys")
+        # Clients on Windows may begin with a byte order mark, which RFC 8259 lets a parser ignore.
+        values = from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         raise ApiError(f"the request body is no valid JSON: {error}.") from error
     if not isinstance(values, dict):

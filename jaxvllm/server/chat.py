@@ -125,7 +125,7 @@ class _Job:
         return answer
 
     def _whole_choice(self, completion: CompletionOutput) -> ChatChoice:
-        check_completion(completion)
+        check_completion(completion, self.request)
         message = self.tools.message(self._role, completion.text)
         if self._echo_text:
             message.content = self._echo_text + (message.content or "")
@@ -146,7 +146,7 @@ class _Job:
             async for output in stream:
                 self._usage.add(output)
                 for completion in output.outputs:
-                    check_completion(completion)
+                    check_completion(completion, self.request)
                     for chunk in self._chunks(output, completion):
                         yield event(chunk)
         if self._with_usage:

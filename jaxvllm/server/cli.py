@@ -52,6 +52,10 @@ def add_parser(commands: Any) -> None:
     engine = parser.add_argument_group("engine")
     add_engine_options(engine, leave_out=("chat_template", "disable_log_stats"))
     engine.add_argument("-tp", dest="tensor_parallel_size", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    engine.add_argument(
+        "--skip-tokenizer-init", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS,
+        help="no tokenizer is loaded: prompts are token ids, and so are answers (return_token_ids)",
+    )  # fmt: skip
     engine.add_argument("--disable-log-stats", action="store_true", help="no line of statistics every 10 seconds")
     engine.add_argument(
         "--step-timeout", type=float, default=DEFAULT_STEP_TIMEOUT_S, metavar="SECONDS",

@@ -125,7 +125,7 @@ class _Job:
         async with aclosing(self.serving.engine.stream(self.requests)) as stream:
             async for output in stream:
                 for completion in output.outputs:
-                    check_completion(completion)
+                    check_completion(completion, self.request)
                 outputs[self._numbers[output.request_id]] = output
         choices = []
         for output in filter(None, outputs):
@@ -143,7 +143,7 @@ class _Job:
         async with aclosing(self.serving.engine.stream(self.requests)) as stream:
             async for output in stream:
                 for completion in output.outputs:
-                    check_completion(completion)
+                    check_completion(completion, self.request)
                 for ready in self._with_prompt_known(output):
                     self._count(ready)
                     for choice in (self._choice(ready, completion) for completion in ready.outputs):

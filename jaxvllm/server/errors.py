@@ -74,12 +74,16 @@ def to_api_error(
     if isinstance(error, EngineDeadError):
         return ApiError(str(error).split("\n", 1)[0], status=503)
     if isinstance(error, ValueError | NotImplementedError):
-        message = " ".join([str(error), *getattr(error, "__notes__", ())])
-        first = _FIRST_WORD.match(message)
-        if first and first[1] in other_names:
-            message = other_names[first[1]] + message[first.end() :]
-        return ApiError(message, param=_first_word(message, fields))
+        return refusal(" ".join([str(error), *getattr(error, "__notes__", ())]), fields, other_names)
     return None
+
+
+def refusal(message: str, fields: Container[str], other_names: Mapping[str, str]) -> ApiError:
+    """What a caller is told of the engine's reason to refuse a request; arguments as of to_api_error."""
+    first = _FIRST_WORD.match(message)
+    if first and first[1] in other_names:
+        message = other_names[first[1]] + message[first.end() :]
+    return ApiError(message, param=_first_word(message, fields))
 
 
 def _first_word(message: str, fields: Container[str]) -> str | None:

@@ -162,8 +162,12 @@ class GenerationRequest(_Fields):
         {"user", "safety_identifier", "session_id", "metadata", "service_tier", "prompt_cache_key", "store"}
     )
 
-    # Fields of SamplingParams that have another name here.
-    OTHER_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"extra_args": "vllm_xargs"})
+    def other_names(self) -> dict[str, str]:
+        """Fields of SamplingParams that this request gives under another name, and that name."""
+        names = {"extra_args": "vllm_xargs"}
+        if self.response_format is not None and not self.structured_outputs:
+            names["structured_outputs"] = "response_format"
+        return names
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationRequest":
@@ -276,9 +280,13 @@ class ChatCompletionRequest(GenerationRequest, RenderRequest):
             "web_search_options": (),
         }
     )
-    OTHER_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {**GenerationRequest.OTHER_NAMES, "logprobs": "top_logprobs"}
-    )
+
+    def other_names(self) -> dict[str, str]:
+        """As of any request; a choice of tools is held to by structured output, too."""
+        names = super().other_names() | {"logprobs": "top_logprobs"}
+        if self.tool_choice not in (None, "none", "auto"):
+            names["structured_outputs"] = "tools"
+        return names
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatCompletionRequest":

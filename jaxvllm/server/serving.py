@@ -9,7 +9,7 @@ from jaxvllm.async_engine import AsyncEngine
 from jaxvllm.input_processor import ProcessedRequest, naming_prompt
 from jaxvllm.outputs import CompletionOutput, RequestOutput
 from jaxvllm.server.config import MAX_CHOICES, ServerConfig
-from jaxvllm.server.errors import ApiError
+from jaxvllm.server.errors import ApiError, refusal
 from jaxvllm.server.logprobs import TokenNames
 from jaxvllm.server.middleware import Load
 from jaxvllm.server.protocol import GenerationRequest
@@ -125,10 +125,10 @@ def new_id(prefix: str, header: str | None, wanted: str | None) -> str:
     return f"{prefix}-{header or wanted or uuid.uuid4().hex}"
 
 
-def check_completion(completion: CompletionOutput) -> None:
-    """Raises: ApiError if a completion ended with an error: the core refused it, or could not go on."""
+def check_completion(completion: CompletionOutput, request: GenerationRequest) -> None:
+    """Raises: ApiError if a completion ended with an error, which is what its request asks for that cannot be done."""
     if completion.finish_reason == "error":
-        raise ApiError(str(completion.stop_reason), status=500 if completion.token_ids else 400)
+        raise refusal(str(completion.stop_reason), type(request).model_fields, request.other_names())
 
 
 class UsageCounter:

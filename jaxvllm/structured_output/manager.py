@@ -47,7 +47,7 @@ def make_grammar_tokenizer(tokenizer: Tokenizer, eos_token_ids: list[int], vocab
     Raises: ValueError if there is none, or llguidance does not know the tokenizer's kind.
     """
     if not eos_token_ids:
-        raise ValueError("structured_outputs need an end token, and the model names none.")
+        raise ValueError("structured_outputs cannot be followed without an end token: the model names none.")
     num_tokens = max(vocab_size, 1 + max(tokenizer.backend.get_vocab(with_added_tokens=True).values()))
     vocabulary = LLTokenizer(tokenizer.backend.to_str(), n_vocab=num_tokens, eos_token=eos_token_ids)
     return GrammarTokenizer(vocabulary, special_texts(tokenizer.backend))

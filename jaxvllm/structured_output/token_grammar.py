@@ -157,7 +157,7 @@ def _refusal(matcher: LLMatcher, token_id: int) -> str:
     reason = error_of(matcher)
     if reason == _IS_COMPLETE or "doesn't satisfy the grammar" in reason:
         return (
-            f"token {token_id} does not fit structured_outputs: {reason}. The request's other fields (min_tokens, "
+            f"structured_outputs cannot take token {token_id}: {reason}. The request's other fields (min_tokens, "
             "allowed_token_ids, bad_words) leave none that does."
         )
     return f"structured_outputs cannot be followed further: {reason}"  # a limit of llguidance's

@@ -92,6 +92,24 @@ def test_answers_that_the_context_would_cut_are_refused(folder, capsys, command)
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("missing.csv", None, "missing.csv"),
+        ("t.csv", "TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,30\n", "t.csv, request 1: "),
+        ("t.jsonl", "", "t.jsonl has no request."),
+    ],
+)
+def test_a_trace_that_cannot_be_read_is_named_before_the_engine_starts(
+    folder, tmp_path, monkeypatch, capsys, name, text, message
+):
+    monkeypatch.setattr(offline, "_make_engine", lambda args: pytest.fail("it began"))
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert bench(folder, "throughput", "--trace", str(tmp_path / name)) == 1
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["latency", "throughput"])
 def test_a_file_that_cannot_be_written_is_named_before_the_engine_starts(
     folder, tmp_path, monkeypatch, capsys, command

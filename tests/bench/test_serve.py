@@ -177,11 +177,20 @@ def test_who_waits_for_a_server_is_told_so_once(capsys):
         (["--random-range-ratio", "1"], "random_range_ratio=1.0 must be in [0, 1)"),
     ],
 )
-def test_bad_options_are_one_line(capsys, args, message):
-    with running() as server:
-        assert bench(server, *args) == 1
+def test_bad_options_are_one_line_before_the_server_is_asked(capsys, args, message):
+    assert cli.main(["bench", "serve", "--port", "1", "--ready-check-timeout-sec", "0", *args]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("jaxvllm: error: ") and message in error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "t.jsonl has no request."), ('{"timestamp": 1}\n', "t.jsonl, request 1: ")]
+)
+def test_a_trace_that_cannot_be_read_is_named_before_the_server_is_asked(capsys, tmp_path, text, message):
+    (tmp_path / "t.jsonl").write_text(text)
+    options = ("--port", "1", "--ready-check-timeout-sec", "0", "--trace", str(tmp_path / "t.jsonl"))
+    assert cli.main(["bench", "serve", *options]) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("args", [["--plot"], ["--save-result", "--result-filename"]])

@@ -1,6 +1,7 @@
 """The core in a process of its own: it works from any kind of script, its death is heard, and it never outlives us."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -300,8 +301,10 @@ def test_core_leaves_sigterm_to_the_front_end(model_folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_core_that_ignores_sigterm_while_it_starts_ends_with_the_front_end(model_folder, number):
-    process = subprocess.Popen([sys.executable, "-c", STARTING, str(model_folder)], cwd=ROOT)
+def test_core_that_ignores_sigterm_while_it_starts_ends_with_the_front_end_and_leaves_no_socket(model_folder, number):
+    folder = tempfile.mkdtemp(prefix="front-")  # not tmp_path: a socket's path is short
+    command = [sys.executable, "-c", STARTING, str(model_folder)]
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": folder})
     try:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         deadline = time.monotonic() + 20
@@ -311,13 +314,15 @@ def test_core_that_ignores_sigterm_while_it_starts_ends_with_the_front_end(model
         pid = int(pids[0])
         os.kill(pid, signal.SIGTERM)
         time.sleep(0.1)
-        assert is_running(pid)
+        assert is_running(pid) and list(Path(folder).glob("jaxvllm-*"))
         process.send_signal(number)
         process.wait()
         assert wait_until_gone(pid)
+        assert not list(Path(folder).glob("jaxvllm-*"))
     finally:
         process.kill()
         process.wait()
+        shutil.rmtree(folder)
 
 
 def test_without_pyzmq_an_engine_in_process_works_and_a_core_process_says_what_to_do(model_folder, monkeypatch):

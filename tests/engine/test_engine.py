@@ -353,6 +353,38 @@ def test_progress_bar_speaks_vllms_words(engine):
     assert calls[-1] == "closed"
 
 
+def test_outputs_of_requests_that_were_added_to_llm_engine_are_left_to_their_caller(model_folder):
+    engine = make_engine(model_folder)
+    engine.llm_engine.add_request("mine", "A", SamplingParams(max_tokens=3))
+    with pytest.raises(ValueError, match=r"llm_engine has 1 unfinished requests .*: call llm_engine\.step\(\)"):
+        engine.generate("K", use_tqdm=False)
+    assert drain(engine.llm_engine)[-1].outputs[0].text == "BCD"
+    engine.llm_engine.add_request("dropped", "A", SamplingParams(max_tokens=3))
+    engine.llm_engine.drop_requests(["dropped"])
+    assert texts(engine.generate("K", SamplingParams(max_tokens=2), use_tqdm=False)) == ["LM"]
+
+
+def test_a_progress_bar_that_generates_takes_no_outputs_of_the_call_that_it_shows(model_folder):
+    engine = make_engine(model_folder)
+
+    class Bar:
+        postfix = ""
+
+        def __init__(self, **kwargs):
+            pass
+
+        def update(self, count):
+            engine.generate("K", use_tqdm=False)
+
+        def close(self):
+            pass
+
+    params = [SamplingParams(max_tokens=2), SamplingParams(max_tokens=9)]
+    with pytest.raises(ValueError, match="llm_engine has 1 unfinished requests"):
+        engine.generate(["A", "B"], params, use_tqdm=Bar)
+    assert not engine.llm_engine.has_unfinished_requests()
+
+
 @pytest.fixture
 def llm_engine(model_folder) -> LLMEngine:
     return LLMEngine.from_engine_args(EngineArgs(model_folder, executor=SUCCESSOR, multiprocess=False, device="cpu"))

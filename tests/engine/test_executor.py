@@ -104,6 +104,6 @@ def test_a_pool_that_one_program_has_made_smaller_stays_so_and_leaves_room_for_a
     spec, free_bytes = KVCacheSpec(28, 8, 128, 16, np.dtype(np.float16)), 10 << 30
     sizer = PoolSizer(MemoryConfig(), spec, limits, model, policy, free_bytes, param_bytes=2 << 30)
     needs = dict.fromkeys(policy.keys(), other_mib << 20) | {sizer.largest: largest_mib << 20}
-    num_blocks, workspace_bytes = compile_ahead(HungryPrograms(needs), sizer, lambda: None, None)
+    num_blocks, workspace_bytes = compile_ahead(HungryPrograms(needs), sizer, sizer.guess(), lambda: None, None)
     assert workspace_bytes == max(needs.values())
     assert sizer.bytes_at_work(num_blocks, workspace_bytes) <= free_bytes - (2 << 30)

@@ -165,12 +165,23 @@ def test_an_end_with_an_error_says_what_is_wrong_and_nothing_of_the_parser_s_sta
     stuck.allowed_token_ids = [97]
     (output,) = generate(engine, [stuck])
     reason = str(output.stop_reason)
-    assert "does not fit structured_outputs" in reason and len(reason) < 300 and "\n" not in reason
+    assert reason.startswith("structured_outputs cannot take token ") and len(reason) < 300 and "\n" not in reason
     assert reason.endswith("(min_tokens, allowed_token_ids, bad_words) leave none that does.")
     optional = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(600)}}
     (wide,) = generate(engine, [params(json=optional)])
     assert "cannot be followed further: Parser Error: Current row has" in str(wide.stop_reason)
     assert "other fields" not in str(wide.stop_reason)
+
+
+def test_a_grammar_that_comes_to_where_no_token_may_come_ends_its_request_alone_with_the_text_so_far(engine):
+    dead_end, choice = params(grammar='start: "ab" /[^\\s\\S]/'), params(choice=["abcd"])
+    free = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    outputs = engine.generate([ids(7), ids(4), ids(5)], [dead_end, free, choice], use_tqdm=False)
+    ended, of_free, of_choice = (output.outputs[0] for output in outputs)
+    assert (ended.text, ended.token_ids, ended.finish_reason) == ("ab", [97, 98], "error")
+    assert ended.stop_reason == "structured_outputs cannot be followed further: no token may come next"
+    assert of_free.token_ids == solo(ids(4), max_tokens=9) and of_choice.text == "abcd"
+    assert engine.reset_prefix_cache(), "blocks are held"
 
 
 def test_additional_properties_can_be_switched_off(engine):
@@ -321,7 +332,8 @@ def test_end_tokens_and_min_tokens_obey_the_grammar_and_each_other(engine):
     # Nothing is allowed that both sides allow: the grammar refuses what was drawn, and the message says so.
     stuck = run(min_tokens=6, structured_outputs={"regex": "ab"})
     assert stuck.finish_reason == "error"
-    assert "does not fit structured_outputs: the text is complete." in str(stuck.stop_reason)
+    assert (stuck.text, stuck.token_ids) == ("ab", [97, 98])
+    assert re.match(r"structured_outputs cannot take token \d+: the text is complete\.", str(stuck.stop_reason))
 
 
 BAD = [
@@ -393,10 +405,10 @@ def test_models_and_modes_that_cannot_honour_a_constraint_say_so(tmp_path, model
     from tests.engine.conftest import write_model
 
     no_tokenizer = Engine(model_folder, **TINY, skip_tokenizer_init=True, max_model_len=256)
-    with pytest.raises(ValueError, match="structured_outputs need a tokenizer"):
+    with pytest.raises(ValueError, match="structured_outputs cannot be followed without a tokenizer"):
         no_tokenizer.generate([[65]], params(regex="a"), use_tqdm=False)
     no_end = Engine(write_model(tmp_path, config={"eos_token_id": None}, eos=None), **TINY, max_model_len=256)
-    with pytest.raises(ValueError, match="need a token that ends the text"):
+    with pytest.raises(ValueError, match="without a token that ends the text"):
         no_end.generate([[65]], params(regex="a"), use_tqdm=False)
 
 

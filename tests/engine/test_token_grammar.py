@@ -88,7 +88,7 @@ def test_a_token_that_a_grammar_does_not_take_is_its_refusal_alone(vocabulary, c
     grammars = [start(vocabulary, "ab") for _ in range(count)]
     accept(grammars, [97, 98, *[97] * (count - 2)], LLExecutor())
     assert [i for i, grammar in enumerate(grammars) if grammar.refusal] == [1]
-    assert "token 98 does not fit structured_outputs" in str(grammars[1].refusal)
+    assert "structured_outputs cannot take token 98" in str(grammars[1].refusal)
 
 
 def test_masks_wait_until_the_tokens_before_them_are_known(vocabulary):

@@ -60,6 +60,15 @@ VARIANTS = {
     ),
     "no window": ("MistralConfig", {"sliding_window": None}),
     "part of the head rotates": ("Phi3Config", {"hidden_size": 60, "head_dim": None, "partial_rotary_factor": 0.6}),
+    "all of the head rotates": ("LlamaConfig", {"partial_rotary_factor": 0.5}),
+    "all of the head rotates, nested": (
+        "Qwen2Config",
+        {
+            "hidden_size": 48,
+            "head_dim": None,
+            "rope_parameters": rope("default", partial_rotary_factor=0.5),
+        },
+    ),
     "no soft caps": ("Gemma2Config", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "soft caps of Gemma 3": ("Gemma3TextConfig", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "norm after, narrow embedding": ("OPTConfig", {**OPT, "word_embed_proj_dim": 30, "do_layer_norm_before": False}),

@@ -80,12 +80,24 @@ def test_a_grammar_that_fails_ends_its_request_with_the_message_and_no_other():
     assert waiting.is_closed and running.is_closed and list(scheduler.requests) == ["other"]
 
 
-def test_a_refused_token_ends_the_request_with_an_error():
-    scheduler = make_checked(40).scheduler
-    add(scheduler, "g", Grammar(automatic=True, refused=9), eos=9)
-    ended = give(scheduler, scheduler.schedule(), token_id=9)
-    assert ended.new_token_ids == [9]
-    assert (ended.finished["g"].finish_reason, ended.finished["g"].stop_reason) == ("error", "no such token here")
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_a_refused_token_ends_its_request_alone_with_an_error_and_is_no_part_of_its_text(async_scheduling):
+    scheduler = make_checked(40, async_scheduling=async_scheduling).scheduler
+    num_free = scheduler.kv.pool.num_free_blocks
+    refusing = Grammar(automatic=True, refused=9)
+    add(scheduler, "g", refusing, eos=9)
+    add(scheduler, "other", Grammar(automatic=True), max_tokens=4)
+    steps = [scheduler.schedule() for _ in range(1 + async_scheduling)]
+    assert give(scheduler, steps.pop(0), token_id=7).new_token_ids == [7, 7]
+    steps.append(scheduler.schedule())
+    outputs = give(scheduler, steps.pop(0), token_id=9)
+    assert (outputs.request_ids, outputs.new_token_ids) == (["other"], [9])
+    assert outputs.finished.keys() == {"g"} and refusing.is_closed
+    assert (outputs.finished["g"].finish_reason, outputs.finished["g"].stop_reason) == ("error", "no such token here")
+    while scheduler.has_unfinished_requests():
+        steps.append(scheduler.schedule())
+        assert give(scheduler, steps.pop(0)).request_ids == ["other"]
+    assert scheduler.kv.pool.num_free_blocks == num_free
 
 
 def test_a_request_with_a_token_in_flight_is_in_the_next_step_unless_its_grammar_wants_to_wait():

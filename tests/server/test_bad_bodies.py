@@ -66,6 +66,8 @@ RAW = [
     (b" " * 100_000_000, 413),
     (b'{"prompt": "A", "\\u0000": 1}', 400),
     (b'{"prompt": "A\\u0000B", "max_tokens": 2}', 200),
+    (b'\xef\xbb\xbf{"prompt": "A", "max_tokens": 2}', 200),
+    (b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": "A", "max_tokens": 2}', 400),
 ]
 
 

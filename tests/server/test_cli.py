@@ -106,7 +106,7 @@ def test_what_no_option_allows_is_status_2(options, capsys):
 def test_every_engine_argument_has_an_option():
     known = vars(parse("m")).keys() | {a.dest for a in cli._parser()._actions}
     options = cli._parser()._subparsers._group_actions[0].choices["serve"]._option_string_actions
-    hidden = {"executor", "skip_tokenizer_init"}
+    hidden = {"executor"}
     for field in fields(EngineArgs):
         assert "--" + field.name.replace("_", "-") in options or field.name in hidden, (field.name, known)
 
@@ -162,3 +162,24 @@ def test_unix_socket_request_ids_usage_and_quiet_paths(model_folder, tmp_path):
         assert "access-control-allow-origin" not in got and got["x-request-id"]
         stream, _ = request("POST", "/v1/completions", {"prompt": "A", "max_tokens": 1, "stream": True})
         assert b'"usage":{"prompt_tokens":1' in stream
+
+
+def test_a_server_without_a_tokenizer_takes_and_gives_token_ids(tmp_path):
+    folder = write_model(tmp_path)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with running_server(folder, "successor", "--skip-tokenizer-init") as server:
+        body = {"prompt": [65, 66], "max_tokens": 3, "return_token_ids": True}
+        [choice] = server.post("/v1/completions", body).json()["choices"]
+        assert (choice["text"], choice["token_ids"]) == ("", [67, 68, 69])
+        events = server.stream("/v1/completions", body)
+        assert [i for event in events for i in event["choices"][0]["token_ids"]] == [67, 68, 69]
+        for path, fields in (
+            ("completions", {"prompt": "A"}),
+            ("completions", body | {"echo": True}),
+            ("completions", body | {"stop": "x"}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "A"}]}),
+        ):
+            error = server.post(f"/v1/{path}", fields).error()
+            assert error["code"] == 400 and "tokenizer" in error["message"]
+        server.wait_until_idle()

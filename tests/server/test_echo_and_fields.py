@@ -171,6 +171,38 @@ def test_fields_of_sampling_params_have_their_effect(tiny):
     assert ids(tiny, temperature=1.5, top_p=1e-6) == plain
 
 
+def streamed_error(server: Server, body: dict) -> dict:
+    """The error that ends a stream: an event behind those of its text, or the answer if there is none."""
+    answer = server.post("/v1/completions", body | {"stream": True})
+    if answer.status != 200:
+        return answer.error()
+    *_, last, done, _ = answer.body.decode().split("\n\n")
+    assert done == "data: [DONE]"
+    return json.loads(last.removeprefix("data: "))["error"]
+
+
+def test_the_form_of_an_answer_is_refused_under_the_name_that_the_client_gave_it(tiny):
+    messages = {"messages": [{"role": "user", "content": "x"}]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    tag = {"type": "structural_tag", "format": {"type": "nonsense"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}
+    for path, fields, param in (
+        ("completions", {"prompt": IDS, "response_format": form}, "response_format"),
+        ("chat/completions", messages | {"response_format": form}, "response_format"),
+        ("chat/completions", messages | {"response_format": tag}, "response_format"),
+        ("chat/completions", messages | {"tools": [tool], "tool_choice": "required"}, "tools"),
+        ("chat/completions", messages | {"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ):
+        error = tiny.post(f"/v1/{path}", fields).error()
+        assert (error["code"], error["param"]) == (400, param) and error["message"].startswith(f"{param}: "), error
+        assert "nonsense" in error["message"] or param == "structured_outputs"
+    # What a form leaves no token for shows while the text is made.
+    stuck = {"prompt": IDS, "response_format": {"type": "json_object"}, "allowed_token_ids": [ord("{")]}
+    error = tiny.post("/v1/completions", stuck).error()
+    assert error["param"] == "response_format" and error["message"].startswith("response_format cannot take token")
+    assert streamed_error(tiny, stuck) == error
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_structured_output_has_its_form(tiny, temperature):
     def text(**fields) -> str:
@@ -200,5 +232,13 @@ def test_structured_output_has_its_form(tiny, temperature):
         body = {"prompt": IDS, "structured_outputs": bad}
         error = tiny.post("/v1/completions", body).error() if bad else None
         assert error is None or (error["code"], error["param"]) == (400, "structured_outputs"), bad
+    for stuck in (
+        {"structured_outputs": {"grammar": 'start: "ab" /[^\\s\\S]/'}},
+        {"structured_outputs": {"regex": "ab"}, "min_tokens": 3},
+    ):
+        error = tiny.post("/v1/completions", {"prompt": IDS, "max_tokens": 9} | stuck).error()
+        assert error["code"] == 400 and error["message"].startswith("structured_outputs"), error
+        assert streamed_error(tiny, {"prompt": IDS, "max_tokens": 9} | stuck) == error
+    tiny.wait_until_idle()
     both = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
     assert tiny.post("/v1/completions", {"prompt": IDS} | both).error()["param"] == "response_format"
