@@ -9,6 +9,7 @@ from jaxvllm.chat import read_chat_template
 from jaxvllm.cli_args import add_engine_options, flag, given_engine_args, json_object
 from jaxvllm.config import DEFAULT_STEP_TIMEOUT_S, api_key_from_environment
 from jaxvllm.engine_args import EngineArgs
+from jaxvllm.interrupt import immediate_interrupt
 from jaxvllm.server.config import DEFAULT_MAX_REQUEST_BYTES, ServerConfig
 from jaxvllm.tool_parsers import get_tool_parser
 from jaxvllm.vllm_args import NOT_BUILT
@@ -132,7 +133,8 @@ def _run(args: argparse.Namespace) -> int:
     engine_args = engine_args_of(args)
     config = server_config(args)
     try:
-        from jaxvllm.server.run import serve
+        with immediate_interrupt():
+            from jaxvllm.server.run import serve
     except ImportError as error:
         raise ImportError(
             f"the server needs the extra 'server' ({error}): `uv run --extra server jaxvllm serve ...` in a clone, or "
