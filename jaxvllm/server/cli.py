@@ -158,8 +158,9 @@ def refuse_options(args: argparse.Namespace) -> None:
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port {args.port} must be in [0, 65535].")
     for name in ("shutdown_timeout", "step_timeout", "max_request_bytes"):
-        if not getattr(args, name) >= (0 if name == "shutdown_timeout" else 1):
-            raise ValueError(f"{flag(name)} {getattr(args, name)} is too small.")
+        value, least = getattr(args, name), 0 if name == "shutdown_timeout" else 1
+        if not value >= least:  # nan, too
+            raise ValueError(f"{flag(name)} {value} must be at least {least}.")
 
 
 def engine_args_of(args: argparse.Namespace) -> EngineArgs:
