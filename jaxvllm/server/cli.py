@@ -71,7 +71,10 @@ def _add_address_options(group: Any) -> None:
     group.add_argument("--ssl-keyfile", metavar="FILE", help="key of the server's certificate")
     group.add_argument("--ssl-certfile", metavar="FILE", help="the server's certificate")
     group.add_argument("--ssl-ca-certs", metavar="FILE", help="authorities that may sign certificates of clients")
-    group.add_argument("--ssl-cert-reqs", type=int, default=int(ssl.CERT_NONE), help="2: clients need a certificate")
+    group.add_argument(
+        "--ssl-cert-reqs", type=int, choices=[*map(int, ssl.VerifyMode)], default=int(ssl.CERT_NONE),
+        help="2: clients need a certificate",
+    )  # fmt: skip
     group.add_argument("--ssl-ciphers", help="cipher suites for TLS 1.2 and below")
     group.add_argument("--allowed-origins", type=_json_list, default=("*",), metavar="JSON", help="of browsers: CORS")
     group.add_argument("--allowed-methods", type=_json_list, default=("*",), metavar="JSON", help="CORS")
@@ -155,6 +158,9 @@ def refuse_options(args: argparse.Namespace) -> None:
         get_tool_parser(args.tool_call_parser)
     if (args.ssl_keyfile is None) != (args.ssl_certfile is None):
         raise ValueError("--ssl-keyfile and --ssl-certfile need each other: give both.")
+    for name in ("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
+        if getattr(args, name) and args.ssl_certfile is None:
+            raise ValueError(f"{flag(name)} has no effect on plain HTTP: give --ssl-keyfile and --ssl-certfile, too.")
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port {args.port} must be in [0, 65535].")
     for name in ("shutdown_timeout", "step_timeout", "max_request_bytes"):
