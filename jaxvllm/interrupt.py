@@ -1,9 +1,29 @@
 """Ctrl-C at a moment of our choosing."""
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
+
+
+@contextlib.contextmanager
+def immediate_interrupt() -> Iterator[None]:
+    """While entered, a Ctrl-C ends the process on the spot. For imports, with nothing to clean up; main thread only.
+
+    Raised inside of an import, KeyboardInterrupt shows its traceback, or is lost: Python ignores what a callback of
+    the import system raises, and some libraries what their optional imports do.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if not callable(previous) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 class DeferredInterrupt:

@@ -184,7 +184,10 @@ def find_middleware(path: str) -> Any:
     Raises: ImportError, ValueError: there is none.
     """
     module, _, name = path.rpartition(".")
-    found = getattr(importlib.import_module(module), name, None) if module else None
+    try:
+        found = getattr(importlib.import_module(module), name, None) if module else None
+    except ImportError as error:
+        raise ImportError(f"middleware={path!r} cannot be imported: {error}.") from error
     if not inspect.isclass(found) and not inspect.iscoroutinefunction(found):
         raise ValueError(f"middleware={path!r} must be the import path of a class or of an async function.")
     return found

@@ -9,6 +9,7 @@ from jaxvllm.chat import read_chat_template
 from jaxvllm.cli_args import add_engine_options, flag, given_engine_args, json_object
 from jaxvllm.config import DEFAULT_STEP_TIMEOUT_S, api_key_from_environment
 from jaxvllm.engine_args import EngineArgs
+from jaxvllm.interrupt import immediate_interrupt
 from jaxvllm.server.config import DEFAULT_MAX_REQUEST_BYTES, ServerConfig
 from jaxvllm.tool_parsers import get_tool_parser
 from jaxvllm.vllm_args import NOT_BUILT
@@ -74,7 +75,10 @@ def _add_address_options(group: Any) -> None:
     group.add_argument("--ssl-keyfile", metavar="FILE", help="key of the server's certificate")
     group.add_argument("--ssl-certfile", metavar="FILE", help="the server's certificate")
     group.add_argument("--ssl-ca-certs", metavar="FILE", help="authorities that may sign certificates of clients")
-    group.add_argument("--ssl-cert-reqs", type=int, default=int(ssl.CERT_NONE), help="2: clients need a certificate")
+    group.add_argument(
+        "--ssl-cert-reqs", type=int, choices=[*map(int, ssl.VerifyMode)], default=int(ssl.CERT_NONE),
+        help="2: clients need a certificate",
+    )  # fmt: skip
     group.add_argument("--ssl-ciphers", help="cipher suites for TLS 1.2 and below")
     group.add_argument("--allowed-origins", type=_json_list, default=("*",), metavar="JSON", help="of browsers: CORS")
     group.add_argument("--allowed-methods", type=_json_list, default=("*",), metavar="JSON", help="CORS")
@@ -136,7 +140,8 @@ def _run(args: argparse.Namespace) -> int:
     engine_args = engine_args_of(args)
     config = server_config(args)
     try:
-        from jaxvllm.server.run import serve
+        with immediate_interrupt():
+            from jaxvllm.server.run import serve
     except ImportError as error:
         raise ImportError(
             f"the server needs the extra 'server' ({error}): `uv run --extra server jaxvllm serve ...` in a clone, or "
@@ -157,11 +162,15 @@ def refuse_options(args: argparse.Namespace) -> None:
         get_tool_parser(args.tool_call_parser)
     if (args.ssl_keyfile is None) != (args.ssl_certfile is None):
         raise ValueError("--ssl-keyfile and --ssl-certfile need each other: give both.")
+    for name in ("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
+        if getattr(args, name) and args.ssl_certfile is None:
+            raise ValueError(f"{flag(name)} has no effect on plain HTTP: give --ssl-keyfile and --ssl-certfile, too.")
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port {args.port} must be in [0, 65535].")
     for name in ("shutdown_timeout", "step_timeout", "max_request_bytes"):
-        if not getattr(args, name) >= (0 if name == "shutdown_timeout" else 1):
-            raise ValueError(f"{flag(name)} {getattr(args, name)} is too small.")
+        value, least = getattr(args, name), 0 if name == "shutdown_timeout" else 1
+        if not value >= least:  # nan, too
+            raise ValueError(f"{flag(name)} {value} must be at least {least}.")
 
 
 def engine_args_of(args: argparse.Namespace) -> EngineArgs:

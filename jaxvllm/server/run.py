@@ -7,6 +7,7 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections import deque
@@ -17,8 +18,10 @@ from threading import Event
 from typing import Any
 
 import uvicorn
+from uvicorn.config import create_ssl_context
 
 from jaxvllm.async_engine import AsyncEngine
+from jaxvllm.cli_args import flag
 from jaxvllm.engine_args import EngineArgs
 from jaxvllm.server.app import find_middleware, make_app
 from jaxvllm.server.cli import DEFAULT_HOST
@@ -41,6 +44,7 @@ def serve(args: argparse.Namespace, engine_args: EngineArgs, config: ServerConfi
     _allow_many_files()
     for path in config.middleware:
         find_middleware(path)  # a bad one is refused before the model is loaded
+    _check_tls(args)
     listener = _bind(args)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while the model loads; it must clean up
     try:
@@ -65,6 +69,28 @@ def _allow_many_files() -> None:
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _check_tls(args: argparse.Namespace) -> None:
+    """Try what uvicorn will make of the options for TLS, before minutes go into loading a model.
+
+    Raises: ValueError that names them.
+    """
+    if args.ssl_certfile is None:
+        return
+    names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_ciphers")
+    given = {flag(name): getattr(args, name) for name in names if getattr(args, name) is not None}
+    files = [args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs]
+    try:
+        for path in filter(None, files):
+            Path(path).open("rb").close()  # OpenSSL does not say which one it cannot read
+        certfile, keyfile, ca_certs = files
+        create_ssl_context(
+            certfile, keyfile, None, ssl.PROTOCOL_TLS_SERVER, args.ssl_cert_reqs, ca_certs, args.ssl_ciphers
+        )
+    except OSError as error:  # an SSLError is one
+        words = ", ".join(f"{option} {value}" for option, value in given.items())
+        raise ValueError(f"TLS cannot start with {words}: {error}.") from error
 
 
 def _bind(args: argparse.Namespace) -> socket.socket:

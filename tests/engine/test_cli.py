@@ -1,8 +1,12 @@
 """The command line over a scripted executor."""
 
 import io
+import signal
+import subprocess
+import sys
 from dataclasses import fields
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +81,24 @@ def test_errors_are_one_line_and_status_1(model_folder, capsys, args, message):
     assert run(model_folder, "generate", "A", *args) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("jaxvllm: error: ") and message in error
+
+
+INTERRUPTED_IMPORT = """
+import contextlib, os, signal, sys
+from jaxvllm.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.exit(main(["serve", "/nowhere/at/all"]))
+"""
+
+
+@pytest.mark.parametrize("module", ["jaxvllm.bench.cli", "uvicorn"])
+def test_ctrl_c_ends_a_command_that_is_still_importing_even_where_an_import_would_ignore_it(module):
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

@@ -79,14 +79,19 @@ def test_every_engine_option_of_vllm_that_is_not_built_is_refused_by_name(name):
         (["--enable-auto-tool-choice"], "--tool-call-parser"),
         (["--enable-auto-tool-choice", "--tool-call-parser", "klingon"], "klingon"),
         (["--ssl-keyfile", "x"], "--ssl-certfile"),
+        (["--ssl-keyfile", "/no/such.key", "--ssl-certfile", __file__], "'/no/such.key'"),
+        (["--ssl-keyfile", __file__, "--ssl-certfile", __file__], "--ssl-certfile"),
+        (["--ssl-ca-certs", __file__], "--ssl-certfile"),
+        (["--ssl-cert-reqs", "2"], "--ssl-certfile"),
         (["--port", "70000"], "--port"),
-        (["--shutdown-timeout", "-1"], "--shutdown-timeout"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout -1.0 must be at least 0"),
         (["--model", "other"], "differ"),
         (["--chat-template", "/no/such/file"], "chat_template"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
         (["--no-multiprocess"], "multiprocess"),
         (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1:8000"),
         (["--middleware", "json.nothing"], "json.nothing"),
+        (["--middleware", "no_such_module.Nothing"], "no_such_module.Nothing"),
     ],
 )
 def test_errors_are_one_line_and_status_1(model_folder, capsys, options, words):
@@ -96,7 +101,9 @@ def test_errors_are_one_line_and_status_1(model_folder, capsys, options, words):
     assert error.startswith("jaxvllm: error: ") and words in error
 
 
-@pytest.mark.parametrize("options", [["--max-model-len", "x"], ["--no-such-option"], ["--allowed-origins", "x"]])
+@pytest.mark.parametrize(
+    "options", [["--max-model-len", "x"], ["--no-such-option"], ["--allowed-origins", "x"], ["--ssl-cert-reqs", "7"]]
+)
 def test_what_no_option_allows_is_status_2(options, capsys):
     with pytest.raises(SystemExit) as ended:
         parse("m", *options)
