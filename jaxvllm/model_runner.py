@@ -166,7 +166,7 @@ class ModelRunner:
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool and empty rows."""
         self.set_num_blocks(num_blocks)
-        self.release_pool()  # there is no room for two
+        self._release_pool()  # there is no room for two
         self.kv_cache = self.config.kv_cache.allocate(num_blocks, self._pool_sharding)
         self.device_state = DeviceState.zeros(self.config.limits, self._replicated, self._attended)
         if self._devices[0].platform == "gpu":  # behind all that stays
@@ -175,9 +175,9 @@ class ModelRunner:
     def release(self) -> None:
         """Free weights, pool and rows now: the runner and its programs hold each other, which Python finds late."""
         self._params = self._param_shapes
-        self.release_pool()
+        self._release_pool()
 
-    def release_pool(self) -> None:
+    def _release_pool(self) -> None:
         """Free the pool, the rows and what lies behind them."""
         self.kv_cache = self.device_state = None
         self._small_places = []
