@@ -110,6 +110,32 @@ def test_sigterm_aborts_running_requests_or_waits_for_them(model_folder, timeout
     assert (num_tokens, reason) == (60, "length") if timeout_s else (num_tokens < 60 and reason == "abort")
 
 
+def test_sigterm_ends_requests_whose_prompt_has_no_logprobs_yet(model_folder):
+    """They wait for the one request that may run; what was asked for about their prompts was never computed."""
+
+    async def scenario(server: Server) -> list[dict]:
+        waiting = {"prompt": "AB", "echo": True, "logprobs": 1, "n": 2}
+        bodies = [BODY, BODY | waiting, BODY | waiting | {"stream": True}]
+        clients = [RawClient(server.port, "/v1/completions", body) for body in bodies]
+        for client in clients:
+            await client.send()
+        while server.gauges()["vllm:num_requests_waiting"] < 4:
+            await asyncio.sleep(0.05)
+        server.process.terminate()
+        assert [await client.headers() for client in clients] == [200] * 3
+        choices = (await clients[1].body())["choices"]
+        return choices + [choice async for event in clients[2].events() if event for choice in event["choices"]]
+
+    with running_server(model_folder, "slow", "--max-num-seqs", "1", stops=False) as server:
+        choices = asyncio.run(scenario(server))
+        assert server.process.wait(10) == 0
+    assert [(choice["index"], choice["text"], choice["finish_reason"]) for choice in choices] == [
+        (0, "AB", "abort"), (1, "AB", "abort")
+    ] * 2  # fmt: skip
+    for choice in choices:
+        assert choice["logprobs"]["tokens"] == ["A", "B"] and choice["logprobs"]["token_logprobs"] == [None, None]
+
+
 async def end_of_stream(server: Server, signal_it) -> str:
     """The reason that a long stream ends with."""
     client = RawClient(server.port, "/v1/completions", BODY | {"stream": True})
