@@ -263,7 +263,7 @@ class AsyncEngine:
 
     def _check_alive(self) -> None:
         if self._dead_error is not None:
-            raise self._dead_error
+            raise self._dead_error.with_traceback(None)  # or it would keep the frames of all who ever heard it
 
     def _use_loop(self) -> None:
         loop = asyncio.get_running_loop()
