@@ -263,6 +263,16 @@ def test_death_of_the_core_reaches_every_caller_within_a_second(model_folder, ex
     engine.shutdown()
 
 
+def test_who_no_longer_waits_for_the_death_of_the_core_is_forgotten(engine):
+    async def scenario():
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(engine.wait_until_dead(), 0.01)
+
+    asyncio.run(scenario())
+    assert not engine._deaths
+
+
 def test_the_error_of_a_dead_core_does_not_grow_with_those_who_hear_it(model_folder):
     """Each raise adds frames to an error's traceback, and with them all that the callers had: their prompts, say."""
     engine = make_engine(model_folder, "slow")
