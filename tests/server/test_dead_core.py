@@ -1,6 +1,7 @@
 """A core that dies or hangs: health tells, waiting clients hear of it, the process ends or gets a new core."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxvllm import AsyncEngine
 from tests.engine.conftest import write_model
 from tests.engine.test_core_process import wait_until_gone
 from tests.server.process import EXECUTORS, ROOT, SCRIPT, Server, running_server
@@ -90,6 +92,27 @@ def test_restart_engine_puts_a_new_core_in_the_place_of_a_dead_one(model_folder)
         assert core_pid(server) != old
         answer = server.post("/v1/completions", BODY | {"max_tokens": 3, "prompt": "A"}).json()
         assert answer["choices"][0]["text"] == "BCD"
+
+
+async def tell_num_engines(request, call_next):
+    """A middleware."""
+    gc.collect()
+    response = await call_next(request)
+    response.headers["x-num-engines"] = str(sum(isinstance(thing, AsyncEngine) for thing in gc.get_objects()))
+    return response
+
+
+def test_a_new_core_leaves_nothing_of_the_dead_one_in_memory(model_folder):
+    """Its tokenizer, above all. The requests that it took along, and the error they heard, do not keep it either."""
+    options = ("--restart-engine", "--middleware", f"{__name__}.tell_num_engines")
+    with running_server(model_folder, "slow", *options) as server:
+        for _ in range(2):
+            pid = core_pid(server)
+            asyncio.run(in_flight(server, lambda pid=pid: os.kill(pid, signal.SIGKILL)))
+            deadline = time.monotonic() + 10
+            while (health := server.get("/health")).status != 200 or health.headers["x-num-engines"] != "1":
+                assert time.monotonic() < deadline, health  # a timer of the dead one's may run for a second
+                time.sleep(0.1)
 
 
 @pytest.mark.parametrize("timeout_s", [0, 20])
