@@ -65,7 +65,7 @@ class AsyncEngine:
         self._collectors: dict[str, tuple[OutputCollector, SamplingParams]] = {}
         self._backlog: deque[EngineCoreOutputs] = deque()
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._deaths: list[asyncio.Future[EngineDeadError]] = []
+        self._deaths: set[asyncio.Future[EngineDeadError]] = set()
         self._dead_error: EngineDeadError | None = None
         self._is_checking = False
         self._asking: asyncio.Task[None] | None = None
@@ -216,8 +216,11 @@ class AsyncEngine:
             return self._dead_error
         self._use_loop()
         death = asyncio.get_running_loop().create_future()
-        self._deaths.append(death)
-        return await death
+        self._deaths.add(death)
+        try:
+            return await death
+        finally:  # a caller may stop to wait, and wait again, as often as it likes
+            self._deaths.discard(death)
 
     async def get_metrics(self) -> list[Metric]:
         """What the engine has done so far; of a dead core, what it said last."""
@@ -263,7 +266,7 @@ class AsyncEngine:
 
     def _check_alive(self) -> None:
         if self._dead_error is not None:
-            raise self._dead_error
+            raise self._dead_error.with_traceback(None)  # or it would keep the frames of all who ever heard it
 
     def _use_loop(self) -> None:
         loop = asyncio.get_running_loop()

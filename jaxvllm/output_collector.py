@@ -41,7 +41,7 @@ class OutputCollector:
             self._has_news.clear()
             await self._has_news.wait()
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # many share it: it would keep the frames of all of them
         output, _ = self._ready.pop(next(iter(self._ready)))
         return output
 

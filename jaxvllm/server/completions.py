@@ -159,7 +159,7 @@ class _Job:
             return [output]
         held = self._held.setdefault(output.request_id, [])
         held.append(output)
-        if output.prompt_logprobs is None:
+        if output.prompt_logprobs is None and not output.finished:  # an abort may come before them
             return []
         self._prompt_logprobs[output.request_id] = output.prompt_logprobs
         return self._held.pop(output.request_id)
@@ -223,8 +223,9 @@ class _Job:
         """The prompt's log-probabilities with those of the first output behind them."""
         has_text = output.prompt is not None  # then special tokens are not in it
         builder = self._builder([], 0, skip_special_tokens=has_text)
-        entries = output.prompt_logprobs or self._prompt_logprobs[output.request_id]
-        own = builder.build(output.prompt_token_ids, entries)
+        entries = output.prompt_logprobs or self._prompt_logprobs.get(output.request_id)
+        ids = output.prompt_token_ids
+        own = builder.build(ids, entries or [None] * len(ids))  # aborted before they were known
         for name in CompletionLogprobs.__struct_fields__:
             getattr(own, name).extend(getattr(logprobs, name))
         return own

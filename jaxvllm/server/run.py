@@ -48,8 +48,8 @@ def serve(args: argparse.Namespace, engine_args: EngineArgs, config: ServerConfi
     listener = _bind(args)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while the model loads; it must clean up
     try:
-        engine = AsyncEngine(engine_args, step_timeout_s=args.step_timeout)
-        serving = Serving(engine, config)
+        # In no variable of this function, which would keep it when it is dead and another has taken its place.
+        serving = Serving(AsyncEngine(engine_args, step_timeout_s=args.step_timeout), config)
         runner = _Runner(serving, engine_args, args)
         try:
             asyncio.run(runner.run(listener), loop_factory=_loop_factory())
@@ -180,8 +180,8 @@ class _Runner:
 
     async def _watch(self) -> None:
         while True:
-            error = await self._serving.engine.wait_until_dead()
-            logger.error("%s", error)
+            # No variable holds the error: its traceback would keep the dead engine as long as the next one lives.
+            logger.error("%s", await self._serving.engine.wait_until_dead())
             if not self._may_restart() or not await self._restart():
                 break
         self.has_failed = True

@@ -66,7 +66,7 @@ class Serving:
         if self.is_draining:
             raise ApiError("the server is shutting down.", status=503)
         if self.engine.dead_error is not None:
-            raise self.engine.dead_error
+            raise self.engine.dead_error.with_traceback(None)  # as AsyncEngine raises it
 
     def names_of_tokens(self, request: GenerationRequest) -> TokenNames:
         """How a request wants tokens written."""

@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import time
+import traceback
 import weakref
 
 import pytest
@@ -15,6 +16,8 @@ from jaxvllm.core_reader import split_outputs
 from jaxvllm.metrics import Counter, Gauge
 from jaxvllm.output_collector import OutputCollector
 from jaxvllm.outputs import CompletionOutput, RequestOutput
+from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.serving import Serving
 from scheduler.outputs import EngineCoreOutputs, FinishedRequest
 from tests.engine.test_core_process import is_running, wait_until_gone
 
@@ -258,6 +261,45 @@ def test_death_of_the_core_reaches_every_caller_within_a_second(model_folder, ex
     asyncio.run(scenario())
     assert engine.num_unfinished_requests == 0
     engine.shutdown()
+
+
+def test_who_no_longer_waits_for_the_death_of_the_core_is_forgotten(engine):
+    async def scenario():
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(engine.wait_until_dead(), 0.01)
+
+    asyncio.run(scenario())
+    assert not engine._deaths
+
+
+def test_the_error_of_a_dead_core_does_not_grow_with_those_who_hear_it(model_folder):
+    """Each raise adds frames to an error's traceback, and with them all that the callers had: their prompts, say."""
+    engine = make_engine(model_folder, "slow")
+    serving = Serving(engine, ServerConfig(("m",)))
+
+    async def ask() -> None:
+        with pytest.raises(EngineDeadError):
+            await ids_of(engine, [5], "a", params(9))
+        with pytest.raises(EngineDeadError):
+            await engine.check_health()
+        with pytest.raises(EngineDeadError):
+            serving.check_open()
+
+    async def scenario() -> list[int]:
+        running = [asyncio.create_task(ids_of(engine, [5], str(i), params(900))) for i in range(20)]
+        await asyncio.sleep(0.2)
+        engine.shutdown()
+        errors = await asyncio.gather(*running, return_exceptions=True)
+        assert all(isinstance(error, EngineDeadError) for error in errors)
+        sizes = []
+        for _ in range(3):
+            assert engine.dead_error is not None
+            sizes.append(len(list(traceback.walk_tb(engine.dead_error.__traceback__))))
+            await ask()
+        return sizes
+
+    assert max(asyncio.run(scenario())) < 10
 
 
 def test_abort_of_a_core_whose_death_was_not_yet_heard_of_is_no_error(model_folder):

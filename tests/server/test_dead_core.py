@@ -1,6 +1,7 @@
 """A core that dies or hangs: health tells, waiting clients hear of it, the process ends or gets a new core."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxvllm import AsyncEngine
 from tests.engine.conftest import write_model
 from tests.engine.test_core_process import wait_until_gone
 from tests.server.process import EXECUTORS, ROOT, SCRIPT, Server, running_server
@@ -92,6 +94,27 @@ def test_restart_engine_puts_a_new_core_in_the_place_of_a_dead_one(model_folder)
         assert answer["choices"][0]["text"] == "BCD"
 
 
+async def tell_num_engines(request, call_next):
+    """A middleware."""
+    gc.collect()
+    response = await call_next(request)
+    response.headers["x-num-engines"] = str(sum(isinstance(thing, AsyncEngine) for thing in gc.get_objects()))
+    return response
+
+
+def test_a_new_core_leaves_nothing_of_the_dead_one_in_memory(model_folder):
+    """Its tokenizer, above all. The requests that it took along, and the error they heard, do not keep it either."""
+    options = ("--restart-engine", "--middleware", f"{__name__}.tell_num_engines")
+    with running_server(model_folder, "slow", *options) as server:
+        for _ in range(2):
+            pid = core_pid(server)
+            asyncio.run(in_flight(server, lambda pid=pid: os.kill(pid, signal.SIGKILL)))
+            deadline = time.monotonic() + 10
+            while (health := server.get("/health")).status != 200 or health.headers["x-num-engines"] != "1":
+                assert time.monotonic() < deadline, health  # a timer of the dead one's may run for a second
+                time.sleep(0.1)
+
+
 @pytest.mark.parametrize("timeout_s", [0, 20])
 def test_sigterm_aborts_running_requests_or_waits_for_them(model_folder, timeout_s):
     async def scenario(server: Server) -> tuple[int, str]:
@@ -108,6 +131,32 @@ def test_sigterm_aborts_running_requests_or_waits_for_them(model_folder, timeout
         num_tokens, reason = asyncio.run(scenario(server))
         assert server.process.wait(10) == 0
     assert (num_tokens, reason) == (60, "length") if timeout_s else (num_tokens < 60 and reason == "abort")
+
+
+def test_sigterm_ends_requests_whose_prompt_has_no_logprobs_yet(model_folder):
+    """They wait for the one request that may run; what was asked for about their prompts was never computed."""
+
+    async def scenario(server: Server) -> list[dict]:
+        waiting = {"prompt": "AB", "echo": True, "logprobs": 1, "n": 2}
+        bodies = [BODY, BODY | waiting, BODY | waiting | {"stream": True}]
+        clients = [RawClient(server.port, "/v1/completions", body) for body in bodies]
+        for client in clients:
+            await client.send()
+        while server.gauges()["vllm:num_requests_waiting"] < 4:
+            await asyncio.sleep(0.05)
+        server.process.terminate()
+        assert [await client.headers() for client in clients] == [200] * 3
+        choices = (await clients[1].body())["choices"]
+        return choices + [choice async for event in clients[2].events() if event for choice in event["choices"]]
+
+    with running_server(model_folder, "slow", "--max-num-seqs", "1", stops=False) as server:
+        choices = asyncio.run(scenario(server))
+        assert server.process.wait(10) == 0
+    assert [(choice["index"], choice["text"], choice["finish_reason"]) for choice in choices] == [
+        (0, "AB", "abort"), (1, "AB", "abort")
+    ] * 2  # fmt: skip
+    for choice in choices:
+        assert choice["logprobs"]["tokens"] == ["A", "B"] and choice["logprobs"]["token_logprobs"] == [None, None]
 
 
 async def end_of_stream(server: Server, signal_it) -> str:
