@@ -180,13 +180,15 @@ def layer_numbers(stages: tuple[MatmulStage, ...]) -> tuple[list[jax.Array], lis
     Each once: to put copies of one number together would be a kernel more. The last one first: the numbers 0, 1 would
     be computed by a kernel, where any others are a constant.
     """
+    # Of arrays a number of their own: with that of another stage, -1, they would be left out too.
+    no_layer = jnp.int32(0)
+    layers = [stage.weight.layer if isinstance(stage.weight, LayerSlice) else no_layer for stage in stages]
     numbers: list[jax.Array] = []
-    for stage in stages:
-        if isinstance(stage.weight, LayerSlice) and not any(stage.weight.layer is number for number in numbers):
-            numbers.insert(0, stage.weight.layer)
+    for layer in layers:
+        if not any(layer is number for number in numbers):
+            numbers.insert(0, layer)
     ids = [id(number) for number in numbers]
-    indices = [ids.index(id(stage.weight.layer)) if isinstance(stage.weight, LayerSlice) else 0 for stage in stages]
-    return numbers or [jnp.int32(0)], indices
+    return numbers, [ids.index(id(layer)) for layer in layers]
 
 
 def make_sizes(x: jax.Array, stages: tuple[MatmulStage, ...], config: MatmulConfig) -> MatmulSizes:
