@@ -82,7 +82,7 @@ class MatmulSizes:
     dtype: Any
     max_slots: int
     copy_whole_tiles: bool
-    in_flight: int
+    max_in_flight: int
 
     @property
     def max_atoms(self) -> int:
@@ -109,6 +109,12 @@ class MatmulSizes:
         """Tiles of the ring: as many as fit beside x."""
         room = _SMEM_BYTES - _OTHER_BYTES - 128 * (self.x_rows + self.num_norms * self.norm_atoms)
         return min(room // (_ATOM_BYTES * self.slot_atoms), self.max_slots)
+
+    @property
+    def in_flight(self) -> int:
+        """Tiles asked for and not there, at most; 0: no bound. A slot's barrier tells its last tile from the one before
+        by one bit: who waited for a tile that the slot no longer has would wait for ever."""
+        return min(self.max_in_flight, self.num_slots)
 
     def my_units(self, stage: StageSizes, refs: "StageRefs") -> tuple[jax.Array, jax.Array]:
         """The first unit of this CTA, and how many it has: every num_ctas-th, or none of a stage that is left out."""
