@@ -172,6 +172,8 @@ def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[Matmul
     for stage in stages:
         if stage.activation == "gelu":
             return "activation gelu, only its approximation by tanh has a kernel"
+        if stage.norm_weight is not None and stage.norm_weight.dtype != x.dtype:
+            return f"norm weights in {stage.norm_weight.dtype.name}, only those in x's {x.dtype.name} have a kernel"
         num_outputs, num_inputs = stage.weight.shape[-2:]
         if num_outputs % MAX_UNIT or num_inputs % 64:
             return f"{num_inputs} inputs and {num_outputs} outputs, only multiples of 64 and {MAX_UNIT} have kernels"

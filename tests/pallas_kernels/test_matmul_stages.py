@@ -192,6 +192,15 @@ def test_without_a_kernel_it_says_why_and_layers_do_not_ask_for_it(case, message
     assert not prefers_matmul_kernel(x, stages, "mosaic_gpu")
 
 
+def test_norm_weights_of_another_dtype_have_no_kernel():
+    x, weight = jnp.ones((ROWS, 64), jnp.bfloat16), jnp.ones((16, 64), jnp.bfloat16)
+    stages = (MatmulStage(weight, jnp.ones(64, jnp.float32)),)
+    backend = "mosaic_gpu_interpret"
+    with pytest.raises(NotImplementedError, match="norm weights in float32, only those in x's bfloat16"):
+        matmul_stages(x, stages, None, make_arrivals(backend), backend=backend)
+    assert not prefers_matmul_kernel(x, stages, "mosaic_gpu")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
