@@ -82,7 +82,7 @@ class MatmulSizes:
     dtype: Any
     max_slots: int
     copy_whole_tiles: bool
-    in_flight: int
+    max_in_flight: int
 
     @property
     def max_atoms(self) -> int:
@@ -109,6 +109,12 @@ class MatmulSizes:
         """Tiles of the ring: as many as fit beside x."""
         room = _SMEM_BYTES - _OTHER_BYTES - 128 * (self.x_rows + self.num_norms * self.norm_atoms)
         return min(room // (_ATOM_BYTES * self.slot_atoms), self.max_slots)
+
+    @property
+    def in_flight(self) -> int:
+        """Tiles asked for and not there, at most; 0: no bound. A slot's barrier tells its last tile from the one before
+        by one bit: who waited for a tile that the slot no longer has would wait for ever."""
+        return min(self.max_in_flight, self.num_slots)
 
     def my_units(self, stage: StageSizes, refs: "StageRefs") -> tuple[jax.Array, jax.Array]:
         """The first unit of this CTA, and how many it has: every num_ctas-th, or none of a stage that is left out."""
@@ -166,6 +172,8 @@ def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, stages: tuple[Matmul
     for stage in stages:
         if stage.activation == "gelu":
             return "activation gelu, only its approximation by tanh has a kernel"
+        if stage.norm_weight is not None and stage.norm_weight.dtype != x.dtype:
+            return f"norm weights in {stage.norm_weight.dtype.name}, only those in x's {x.dtype.name} have a kernel"
         num_outputs, num_inputs = stage.weight.shape[-2:]
         if num_outputs % MAX_UNIT or num_inputs % 64:
             return f"{num_inputs} inputs and {num_outputs} outputs, only multiples of 64 and {MAX_UNIT} have kernels"
@@ -180,13 +188,15 @@ def layer_numbers(stages: tuple[MatmulStage, ...]) -> tuple[list[jax.Array], lis
     Each once: to put copies of one number together would be a kernel more. The last one first: the numbers 0, 1 would
     be computed by a kernel, where any others are a constant.
     """
+    # Of arrays a number of their own: with that of another stage, -1, they would be left out too.
+    no_layer = jnp.int32(0)
+    layers = [stage.weight.layer if isinstance(stage.weight, LayerSlice) else no_layer for stage in stages]
     numbers: list[jax.Array] = []
-    for stage in stages:
-        if isinstance(stage.weight, LayerSlice) and not any(stage.weight.layer is number for number in numbers):
-            numbers.insert(0, stage.weight.layer)
+    for layer in layers:
+        if not any(layer is number for number in numbers):
+            numbers.insert(0, layer)
     ids = [id(number) for number in numbers]
-    indices = [ids.index(id(stage.weight.layer)) if isinstance(stage.weight, LayerSlice) else 0 for stage in stages]
-    return numbers or [jnp.int32(0)], indices
+    return numbers, [ids.index(id(layer)) for layer in layers]
 
 
 def make_sizes(x: jax.Array, stages: tuple[MatmulStage, ...], config: MatmulConfig) -> MatmulSizes:

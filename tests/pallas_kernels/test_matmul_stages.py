@@ -10,6 +10,8 @@ import pytest
 
 from pallas_kernels import FEW_ROWS, LayerSlice, MatmulStage, make_arrivals, matmul_stages, prefers_matmul_kernel
 from pallas_kernels.arg_specs import LAYER_SHAPES, layer_stages
+from pallas_kernels.matmul_sizes import make_sizes, stages_by_kernel
+from pallas_kernels.tuning import H200_MATMUL
 
 BACKENDS = ("reference", "mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu))
 ROWS, REAL_ROWS = FEW_ROWS, 5
@@ -152,6 +154,18 @@ def test_the_same_bits_every_time_and_whatever_lies_in_pads(backend):
     np.testing.assert_array_equal(first, other.run(backend)[:REAL_ROWS])
 
 
+def test_where_shared_memory_leaves_one_slot_a_tile_is_waited_for_while_the_slot_has_it():
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    weights = [shape((6720, 1024)), shape((1024, 6720)), shape((4096, 1024)), shape((2048, 4096))]
+    stages = tuple(MatmulStage(w, None if w is weights[0] else shape(w.shape[1:])) for w in weights)
+    x = shape((ROWS, 1024))
+    assert prefers_matmul_kernel(x, stages, "mosaic_gpu")
+    (chain,) = stages_by_kernel(stages, H200_MATMUL)
+    sizes = make_sizes(x, chain, H200_MATMUL)
+    assert (sizes.num_slots, sizes.in_flight) == (1, 1)
+    assert make_sizes(x, chain[:2], H200_MATMUL).in_flight == H200_MATMUL.in_flight
+
+
 def test_reference_takes_any_number_of_rows_and_float32():
     draw = Draw("float32")
     case = draw.case(*layer_tail(draw, 29, 17, 31), rows=13)
@@ -175,6 +189,15 @@ def test_without_a_kernel_it_says_why_and_layers_do_not_ask_for_it(case, message
     with pytest.raises(NotImplementedError, match=f"{message}.*use backend 'reference'"):
         case.run("mosaic_gpu_interpret")
     x, stages = jax.tree.map(partial(jnp.asarray, dtype=case.dtype), (case.x, case.stages))
+    assert not prefers_matmul_kernel(x, stages, "mosaic_gpu")
+
+
+def test_norm_weights_of_another_dtype_have_no_kernel():
+    x, weight = jnp.ones((ROWS, 64), jnp.bfloat16), jnp.ones((16, 64), jnp.bfloat16)
+    stages = (MatmulStage(weight, jnp.ones(64, jnp.float32)),)
+    backend = "mosaic_gpu_interpret"
+    with pytest.raises(NotImplementedError, match="norm weights in float32, only those in x's bfloat16"):
+        matmul_stages(x, stages, None, make_arrivals(backend), backend=backend)
     assert not prefers_matmul_kernel(x, stages, "mosaic_gpu")
 
 

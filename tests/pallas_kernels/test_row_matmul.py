@@ -118,6 +118,22 @@ def test_weights_of_two_layers_are_found_in_stacks_and_bits_do_not_depend_on_pad
     np.testing.assert_array_equal(other.run(backend)[: case.real_rows], first[1], "whatever lies in pads")
 
 
+@pytest.mark.parametrize("backend", KERNELS)
+def test_weights_of_no_layer_are_there_when_there_is_no_next_layer(backend):
+    case = DOWN_AND_QKV
+    x, (down, qkv), residual = jax.tree.map(
+        partial(jnp.asarray, dtype=case.dtype), (case.x, case.stages, case.residual)
+    )
+
+    @jax.jit
+    def run(following):
+        stages = down, jax.tree.map(lambda w: LayerSlice(jnp.stack([w, w]), following), qkv)
+        return matmul_stages(x, stages, residual, make_arrivals(backend), backend=backend)[0]
+
+    got = np.asarray(run(jnp.int32(-1)), np.float64)[: case.real_rows]
+    np.testing.assert_array_equal(got, replace(case, stages=case.stages[:1]).run(backend)[: case.real_rows])
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
