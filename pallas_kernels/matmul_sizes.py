@@ -112,8 +112,11 @@ class MatmulSizes:
 
     @property
     def in_flight(self) -> int:
-        """Tiles asked for and not there, at most; 0: no bound. A slot's barrier tells its last tile from the one before
-        by one bit: who waited for a tile that the slot no longer has would wait for ever."""
+        """Tiles asked for and not there, at most; 0: no bound.
+
+        A slot's barrier tells its last tile from the one before by one bit: who waited for a tile that the slot no
+        longer has would wait for ever.
+        """
         return min(self.max_in_flight, self.num_slots)
 
     def my_units(self, stage: StageSizes, refs: "StageRefs") -> tuple[jax.Array, jax.Array]:
