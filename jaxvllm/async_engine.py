@@ -155,7 +155,7 @@ class AsyncEngine:
         priority: int = 0,
     ) -> ProcessedRequest:
         """Tokenise and validate a request without queueing it; as LLMEngine.process_request. Work is in a thread."""
-        self._check_alive()
+        self.check_alive()
         process = partial(
             self._engine.process_request, request_id, prompt, params, arrival_time=arrival_time, priority=priority
         )
@@ -208,7 +208,7 @@ class AsyncEngine:
 
     async def check_health(self) -> None:
         """Raises: EngineDeadError if the core is dead."""
-        self._check_alive()
+        self.check_alive()
 
     async def wait_until_dead(self) -> EngineDeadError:
         """Wait for the core's death; returns what it died of."""
@@ -240,7 +240,7 @@ class AsyncEngine:
         self._stop()
 
     def _start(self, requests: Sequence[ProcessedRequest]) -> OutputCollector:
-        self._check_alive()
+        self.check_alive()
         self._use_loop()
         ids = dict.fromkeys(request.caller.request_id for request in requests)
         taken = next((i for i in ids if i in self._collectors), None)
@@ -264,7 +264,8 @@ class AsyncEngine:
             with contextlib.suppress(EngineDeadError):  # which will be heard of in _handle
                 self._engine.drop_requests(running)
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raises: EngineDeadError once the core is dead."""
         if self._dead_error is not None:
             raise self._dead_error.with_traceback(None)  # or it would keep the frames of all who ever heard it
 
@@ -335,7 +336,7 @@ class AsyncEngine:
             death.set_result(error)
 
     async def _call(self, method: UtilityMethod) -> Any:
-        self._check_alive()
+        self.check_alive()
         self._use_loop()
         call_id = self._client.start_call(method)
         self._calls[call_id] = future = asyncio.get_running_loop().create_future()

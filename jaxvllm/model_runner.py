@@ -170,7 +170,7 @@ class ModelRunner:
         self.kv_cache = self.config.kv_cache.allocate(num_blocks, self._pool_sharding)
         self.device_state = DeviceState.zeros(self.config.limits, self._replicated, self._attended)
         if self._devices[0].platform == "gpu":  # behind all that stays
-            self._small_places = small_places(self._devices)
+            self._small_places = small_places(self._replicated)
 
     def release(self) -> None:
         """Free weights, pool and rows now: the runner and its programs hold each other, which Python finds late."""

@@ -64,7 +64,7 @@ def paged_decode(
       interpret: for the CPU interpreter.
 
     Returns:
-      Like q: results in the decode rows, zeros from the last real token on; what lies between is NOT written.
+      Like q: results in the decode rows, zeros behind the last real token; what lies between is NOT written.
     """
     num_heads = q.shape[1]
     sizes = _sizes(

@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import zero_arrivals
+from pallas_kernels.common import MAX_ARRIVALS, zero_arrivals
 from pallas_kernels.tuning import AttentionConfig, DecodeConfig, PrefillConfig
 
 # Query rows (token, head of the group) of one computing warpgroup.
@@ -108,6 +108,7 @@ def make_decode_work(
     config: DecodeConfig,
 ) -> DecodeWork:
     """Cut the line of visible key tiles of rows [0, num_decodes) into one stretch a CTA, whatever their lengths."""
+    assert config.num_ctas <= MAX_ARRIVALS, "each CTA may begin an item that others end"
     num_rows = seq_lens.shape[0]
     row = jnp.arange(num_rows)
     num_tiles = jnp.maximum(-(-seq_lens // config.tile), 1)

@@ -11,6 +11,7 @@ tiny Llama. Requests arrive by step number, so every policy schedules the same s
 import argparse
 import json
 import sys
+from pathlib import Path
 
 import records
 import workloads
@@ -33,5 +34,7 @@ if __name__ == "__main__":
     args = parser.parse_args(arguments(sys.argv[1:]))
     code = args.run(args)
     if getattr(args, "json", None):
-        records.write(args.json, json.loads(args.json.read_text()))
+        data = json.loads(args.json.read_text())
+        data["args"]["model"] = Path(data["args"]["model"]).name  # not where its config was written
+        records.write(args.json, data)
     sys.exit(code)

@@ -137,7 +137,8 @@ def _compare(args: argparse.Namespace, executor: "DeviceExecutor", num_blocks: i
         workload = synthetic_workload(*lengths, vocab_size, max_model_len)
     known = {name: _policy(name, config, args) for name in args.policies if name != "tuned"}
     comparison = Comparison(executor, num_blocks, workload, deadline)
-    about = {"device": executor.runner.device_kind, "args": {k: str(v) for k, v in vars(args).items() if k != "run"}}
+    given = {name: str(value) for name, value in vars(args).items() if name not in ("run", "json", "plot")}
+    about = {"device": executor.runner.device_kind, "args": given}
     for name in args.policies:
         comparison.add(known[name] if name in known else comparison.tuned(args.max_programs))
         if args.json:

@@ -65,8 +65,7 @@ class Serving:
         """Raises: ApiError, EngineDeadError if nothing can be served now."""
         if self.is_draining:
             raise ApiError("the server is shutting down.", status=503)
-        if self.engine.dead_error is not None:
-            raise self.engine.dead_error.with_traceback(None)  # as AsyncEngine raises it
+        self.engine.check_alive()
 
     def names_of_tokens(self, request: GenerationRequest) -> TokenNames:
         """How a request wants tokens written."""

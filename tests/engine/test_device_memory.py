@@ -6,6 +6,7 @@ import pytest
 
 from jaxvllm import device_memory
 from jaxvllm.device_memory import GIB, SMALL_PLACES, free_device_bytes, leave_places, small_places, with_room
+from jaxvllm.parallel import make_mesh, replicated
 from tests.engine.played_allocator import PlayedAllocator, addresses_of_steps
 
 
@@ -68,8 +69,8 @@ def test_a_steps_workspace_keeps_its_address_while_plans_and_ids_come_and_go(see
 
 def test_places_are_left_on_every_device():
     devices = jax.devices()
-    kept = small_places(devices)
-    assert [array.nbytes for array in kept] == [size for size, count in SMALL_PLACES for _ in range(count + 1)] * len(
-        devices
-    )
+    kept = small_places(replicated(make_mesh(devices, len(devices))))
+    for device in devices:
+        shards = [shard.data for array in kept for shard in array.addressable_shards if shard.device == device]
+        assert [shard.nbytes for shard in shards] == [size for size, count in SMALL_PLACES for _ in range(count + 1)]
     assert not any(array.is_deleted() for array in kept)

@@ -211,6 +211,6 @@ class CardAllocator:
 
 def test_a_steps_workspace_keeps_its_address_on_the_card():
     """Last here: this process takes most of the card's memory from now on."""
-    kept = small_places(jax.devices()[:1])
+    kept = small_places(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     assert list(map(len, addresses_of_steps(CardAllocator(), seed=0))) == [1, 1]
     assert kept
